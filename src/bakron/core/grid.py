@@ -1,0 +1,73 @@
+"""Scalar quantization grids as plain data: levels, and a scale and a zero for each row and column group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScalarGrid:
+    """The values ``scale·(level − zero)`` that each weight of an (m, n) matrix may take.
+
+    levels: (L,) ascending.  scale, zero: (m, n_groups), scale > 0.  group: (n,) int64, column → group.
+    When the levels are consecutive integers a weight's code is its level, value = scale·(code − zero);
+    otherwise its code is the index of its level.
+    """
+
+    levels: Tensor
+    scale: Tensor
+    zero: Tensor
+    group: Tensor
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether the levels are consecutive integers, so that rounding is arithmetic instead of a search."""
+        first = float(self.levels[0])
+        steps = torch.arange(len(self.levels), dtype=self.levels.dtype, device=self.levels.device)
+        return first.is_integer() and bool((self.levels - first == steps).all())
+
+    @property
+    def first_code(self) -> int:
+        """The code of the lowest level."""
+        return int(self.levels[0]) if self.uniform else 0
+
+    def permute(self, rows: Tensor, columns: Tensor) -> ScalarGrid:
+        """The same grid for the matrix ``W[rows][:, columns]``."""
+        return ScalarGrid(self.levels, self.scale[rows], self.zero[rows], self.group[columns])
+
+    def to(self, dtype: torch.dtype) -> ScalarGrid:
+        """The grid with levels, scales and zeros in ``dtype``."""
+        return ScalarGrid(self.levels.to(dtype), self.scale.to(dtype), self.zero.to(dtype), self.group)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """The (m, n) weights that ``codes`` (m, n) stand for, in the dtype of ``scale``."""
+        level = self.levels[(codes.to(torch.int64) - self.first_code)].to(self.scale.dtype)
+        return self.scale[:, self.group] * (level - self.zero[:, self.group])
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """The (m, n) int16 codes of the grid values nearest to ``values`` (round to nearest)."""
+        position = values / self.scale[:, self.group] + self.zero[:, self.group]
+        if self.uniform:
+            low, high = float(self.levels[0]), float(self.levels[-1])
+            return position.round().clamp(low, high).to(torch.int16)
+        middles = (self.levels[1:] + self.levels[:-1]) / 2
+        return torch.bucketize(position.contiguous(), middles.to(position.dtype)).to(torch.int16)
+
+    def excess(self, target: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """By how many level units ``target`` (m, n) lies outside the rounding cell of its code, and which are clipped.
+
+        Returns (excess, clipped): excess ≤ 0 means that the code is the nearest one. For a uniform grid and an
+        unclipped code it is |target − value|/scale − ½. A code is clipped when it is the lowest or the highest.
+        """
+        position = target / self.scale[:, self.group] + self.zero[:, self.group]
+        index = codes.to(torch.int64) - self.first_code
+        levels = self.levels.to(position.dtype)
+        middles = (levels[1:] + levels[:-1]) / 2
+        infinity = levels.new_full((1,), torch.inf)
+        below = torch.cat([-infinity, middles])[index] - position
+        above = position - torch.cat([middles, infinity])[index]
+        return torch.maximum(below, above), (index == 0) | (index == len(levels) - 1)

@@ -1,0 +1,28 @@
+"""The two-sided Hessian of one linear layer, H ≈ H_out ⊗ H_in, and the loss that it defines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KroneckerHessian:
+    """H_in (d_in, d_in) and H_out (d_out, d_out), symmetric PSD; None stands for the identity.
+
+    n_sequences and n_tokens say how much data is behind them (0 when unknown).
+    """
+
+    H_in: Tensor | None
+    H_out: Tensor | None
+    n_sequences: int = 0
+    n_tokens: int = 0
+
+    def loss(self, E: Tensor) -> float:
+        """f(E) = tr(H_out E H_in Eᵀ) of the (d_out, d_in) error, summed in float64 (solver.md, section 1)."""
+        E = E.detach().to(torch.float64)
+        right = E if self.H_in is None else E @ self.H_in.to(torch.float64)
+        left = E if self.H_out is None else self.H_out.to(torch.float64) @ E
+        return float((left * right).sum())

@@ -1,0 +1,17 @@
+"""Base quantizers, one module each: objects whose ``fit(weight)`` gives the grid that a solver rounds on."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from bakron.core.grid import ScalarGrid
+
+
+class Quantizer(Protocol):
+    """Anything that chooses the grid of a weight before it is solved."""
+
+    def fit(self, weight: Tensor) -> ScalarGrid:
+        """The frozen grid for ``weight`` (d_out, d_in)."""
+        ...
