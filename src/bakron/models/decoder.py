@@ -1,0 +1,335 @@
+"""A decoder language model seen as embedding, blocks and tail, each of which can be run by itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from bakron.core.layers import LinearSpec
+from bakron.errors import DataError, ModelError, NonFiniteError, ShapeError
+from bakron.models.checkpoint import first_line, resolve_key
+from bakron.models.families import MAX_LENGTH_FIELDS
+from bakron.models.replay import BlockCall, CallCache, StopForward, stubbed
+from bakron.models.structure import LINEAR_TYPES, expert_count, find_blocks, find_linears, trace, weight_shape
+
+TRACE_LENGTH = 4
+TAIL_CHECK_LENGTH = 32
+
+
+class Decoder:
+    """A causal decoder, in evaluation mode, without caches, one sequence without pads at a time.
+
+    model, config: the transformers objects (config of the text part).  path: checkpoint directory, or None.
+    blocks, n_blocks: the decoder blocks.  hidden_size, vocab_size, max_length: of the configuration.
+    device, dtype: of hidden states and weights.  tied: head and embedding are one tensor.
+    linears: per block, the quantizable linears in order of execution; routers of experts are not among them.
+    groups: per block, the names of linears that receive the very same input tensor, in order of execution.
+    other_linears: names of all further linears (head, routers), which are never quantized.
+    """
+
+    def __init__(
+        self, model: Any, *, path: Path | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        """model: a transformers causal language model.  shapes: of the source checkpoint's tensors by key;
+        without them a linear's tensor key is its name and ``.weight``.  Raises ModelError.
+        """
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config.get_text_config()
+        self.path = path
+        self.root, self.blocks = find_blocks(model)
+        self.n_blocks = len(self.blocks)
+        self.hidden_size = int(self.config.hidden_size)
+        self.vocab_size = int(self.config.vocab_size)
+        self.max_length = _max_length(self.config)
+        parameter = next(self.blocks[0].parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+
+        n_experts = expert_count(self.config)
+        named = [find_linears(block, f"{self.root}.{b}", n_experts) for b, block in enumerate(self.blocks)]
+        self.groups, self._returns_tuple = trace(model, self._dummy(TRACE_LENGTH), self.blocks, named)
+        self._modules = [
+            {name: named[b][name] for group in groups for name in group}
+            for b, groups in enumerate(self.groups)
+        ]
+        self._by_name = {name: module for block in self._modules for name, module in block.items()}
+        self.linears = [
+            [self._spec(b, name, module, shapes) for name, module in block.items()]
+            for b, block in enumerate(self._modules)
+        ]
+        self.other_linears = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, LINEAR_TYPES) and name not in self._by_name
+        ]
+        self._calls = CallCache(self._record_calls)
+
+    def _spec(
+        self, b: int, name: str, module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
+    ) -> LinearSpec:
+        stored = tuple(module.get_parameter("weight").shape)
+        key = f"{name}.weight" if shapes is None else resolve_key(name, self.root, stored, shapes)
+        d_out, d_in = weight_shape(module)
+        return LinearSpec(name, key, b, d_out, d_in, transposed=isinstance(module, Conv1D))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the checkpoint. Raises ModelError when there is none."""
+        from transformers import AutoTokenizer
+
+        from bakron.models.load import quiet
+
+        if self.path is None:
+            raise ModelError("This decoder was made from a model in memory, which has no tokenizer.")
+        try:
+            with quiet():
+                return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        except Exception as error:
+            raise ModelError(
+                f"{self.path}: its tokenizer cannot be loaded ({type(error).__name__}: "
+                f"{first_line(error)}). Copy tokenizer.json and "
+                "tokenizer_config.json into the directory, or pass token ids as data."
+            ) from error
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's weight is the embedding's."""
+        head = self.model.get_output_embeddings()
+        return head is not None and head.weight is self.model.get_input_embeddings().weight
+
+    # Parts of the forward pass
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids (T,) integers → the hidden state (T, d) that enters block 0. Raises ShapeError, DataError."""
+
+        def stub(b: int, hidden: Tensor, call: BlockCall) -> Any:
+            raise StopForward(hidden)
+
+        return self._stopped(self._batch(ids), stub)[0]
+
+    def run_block(self, b: int, h: Tensor) -> Tensor:
+        """Block b on the hidden state h (T, d) → (T, d); differentiable in h when gradients are enabled."""
+        return self._calls.get(h.shape[0])[b](self.blocks[b], h[None])[0]
+
+    @overload
+    def run_block_capturing(
+        self, b: int, h: Tensor, *, outputs: Literal[False] = False
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+    @overload
+    def run_block_capturing(
+        self, b: int, h: Tensor, *, outputs: Literal[True]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]: ...
+
+    def run_block_capturing(self, b: int, h: Tensor, *, outputs: bool = False) -> tuple[Any, ...]:
+        """``run_block`` without gradients, and the input x (T, d_in) of each linear by name.
+
+        With ``outputs`` also each linear's output y (T, d_out).  A linear that did not run is absent; an
+        expert has only the tokens routed to it.  The linears of a group share one x.
+        """
+        xs: dict[str, Tensor] = {}
+        ys: dict[str, Tensor] = {}
+
+        def seen(name: str, x: Tensor, y: Tensor) -> None:
+            xs[name] = x.reshape(-1, x.shape[-1])
+            if outputs:
+                ys[name] = y.reshape(-1, y.shape[-1])
+
+        with torch.no_grad(), self._observed(b, seen):
+            h_out = self.run_block(b, h)
+        return (h_out, xs, ys) if outputs else (h_out, xs)
+
+    def backward_block(
+        self, b: int, h: Tensor, grad_out: Tensor, on_linear: Callable[[str, Tensor, Tensor], None]
+    ) -> Tensor:
+        """Take grad_out (T, d), the gradient at block b's output, back through the block entered by h (T, d).
+
+        on_linear(name, x, g) is called for each linear, the last one first, with its input x (T, d_in) and
+        the gradient g (T, d_out) at its output; both may be used only during the call.
+        Weights get no gradient.  Returns the gradient (T, d) at h.
+        """
+
+        def seen(name: str, x: Tensor, y: Tensor) -> None:
+            if not y.requires_grad:
+                return
+            x = x.detach().reshape(-1, x.shape[-1])
+            y.register_hook(lambda g: on_linear(name, x, g.reshape(-1, g.shape[-1])))
+
+        h = h.detach().requires_grad_()
+        with torch.enable_grad(), self._observed(b, seen):
+            h_out = self.run_block(b, h)
+        return torch.autograd.grad(h_out, h, grad_out)[0]
+
+    def tail(self, h: Tensor) -> Tensor:
+        """h (t, d) leaving the last block → logits (t, V): norm, head and the like; differentiable in h."""
+
+        def stub(b: int, hidden: Tensor, call: BlockCall) -> Any:
+            return self._as_output(h[None] if b == self.n_blocks - 1 else hidden)
+
+        with stubbed(self.blocks, stub):
+            return self.model(self._dummy(h.shape[0]), use_cache=False).logits[0]
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """ids (T,) → the state (T, d) leaving the last block, by the model's own forward.
+
+        Raises ShapeError, DataError.
+        """
+
+        def stop(_module: nn.Module, _args: Any, out: Any) -> None:
+            raise StopForward(out[0] if isinstance(out, tuple) else out)
+
+        handle = self.blocks[-1].register_forward_hook(stop)
+        try:
+            with torch.no_grad():
+                self.model(self._batch(ids), use_cache=False)
+        except StopForward as stopped:
+            return stopped.hidden[0]
+        finally:
+            handle.remove()
+        raise ModelError(f"{self.root}.{self.n_blocks - 1}: the model's forward did not run its last block.")
+
+    # Weights
+
+    def get_weight(self, name: str) -> Tensor:
+        """A (d_out, d_in) copy of a linear's weight, float32 (float64 if stored so). Raises ModelError."""
+        module = self._linear(name)
+        weight = module.get_parameter("weight").detach()
+        weight = weight.T if isinstance(module, Conv1D) else weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return weight.to(dtype, copy=True).contiguous()
+
+    def set_weight(self, name: str, weight: Tensor) -> None:
+        """Overwrite a linear's weight with (d_out, d_in) values, cast to the model's dtype, on its device.
+
+        Raises ModelError (no such linear), ShapeError, NonFiniteError; nothing is changed then.
+        """
+        module = self._linear(name)
+        if tuple(weight.shape) != weight_shape(module):
+            raise ShapeError(f"{name}: expected a weight {weight_shape(module)}, seen {tuple(weight.shape)}.")
+        parameter = module.get_parameter("weight")
+        value = weight.detach().to(device=parameter.device, dtype=parameter.dtype)
+        if not bool(torch.isfinite(value).all()):
+            raise NonFiniteError(f"{name}: the new weight holds NaN or infinity in {parameter.dtype}.")
+        with torch.no_grad():
+            parameter.copy_(value.T if isinstance(module, Conv1D) else value)
+
+    def _linear(self, name: str) -> nn.Module:
+        if name not in self._by_name:
+            raise ModelError(
+                f"{name}: not a quantizable linear; there are {', '.join(list(self._by_name)[:8])} ..."
+            )
+        return self._by_name[name]
+
+    # Checks
+
+    def check_replay(self, ids: Tensor) -> None:
+        """Raises ModelError, naming the block, unless embedding, blocks and tail, run one by one, give bit
+        for bit what the model's own forward gives on ids (T,).  The tail is checked on the first tokens only.
+        """
+        states = self._own_states(ids)
+        with torch.no_grad():
+            _require_equal("the embedding", self.embed(ids), states[0])
+            for b in range(self.n_blocks):
+                _require_equal(f"block {self.root}.{b}", self.run_block(b, states[b]), states[b + 1])
+            short = ids[:TAIL_CHECK_LENGTH]
+            logits = self.model(self._batch(short), use_cache=False).logits[0]
+            _require_equal("the tail after the last block", self.tail(self.hidden(short)), logits)
+
+    def _own_states(self, ids: Tensor) -> list[Tensor]:
+        """The states (T, d) around all blocks, n_blocks + 1 of them, in the model's own forward."""
+        states: list[Tensor] = []
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states.append((args[0] if args else kwargs["hidden_states"])[0])
+
+        handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in self.blocks]
+        try:
+            last = self.hidden(ids)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [*states, last]
+
+    # Machinery
+
+    def _batch(self, ids: Tensor) -> Tensor:
+        """ids (T,) checked, as a batch (1, T) on the model's device."""
+        if ids.ndim != 1:
+            raise ShapeError(f"Token ids: expected one sequence (T,), seen shape {tuple(ids.shape)}.")
+        if not 0 < len(ids) <= self.max_length:
+            raise DataError(
+                f"Token ids: expected 1 to {self.max_length} tokens (the model's maximum), seen {len(ids)}. "
+                "Use a shorter sequence length."
+            )
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        if low < 0 or high >= self.vocab_size:
+            raise DataError(
+                f"Token ids: expected 0 to {self.vocab_size - 1}, seen {low} to {high}. "
+                "Were they made by another model's tokenizer?"
+            )
+        return ids.to(self.device)[None]
+
+    def _dummy(self, length: int) -> Tensor:
+        """Token ids (1, length), none of them a pad."""
+        token = 1 if getattr(self.config, "pad_token_id", None) == 0 else 0
+        return torch.full((1, length), token, device=self.device)
+
+    def _as_output(self, hidden: Tensor) -> Any:
+        return (hidden,) if self._returns_tuple else hidden
+
+    def _stopped(self, batch: Tensor, stub: Callable[[int, Tensor, BlockCall], Any]) -> Tensor:
+        """Run the model with stubbed blocks, one of which raises StopForward; returns what it carries."""
+        try:
+            with torch.no_grad(), stubbed(self.blocks, stub):
+                self.model(batch, use_cache=False)
+        except StopForward as stopped:
+            return stopped.hidden
+        raise ModelError(f"{self.root}: the model's forward did not run its blocks.")
+
+    def _record_calls(self, length: int) -> list[BlockCall]:
+        calls: list[BlockCall] = []
+
+        def stub(b: int, hidden: Tensor, call: BlockCall) -> Any:
+            calls.append(call)
+            if b == self.n_blocks - 1:
+                raise StopForward(hidden)
+            return self._as_output(hidden)
+
+        self._stopped(self._dummy(length), stub)
+        return calls
+
+    @contextmanager
+    def _observed(self, b: int, seen: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
+        """Within, seen(name, x, y) is called after each run of a linear of block b."""
+
+        def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+            return lambda _module, args, y: seen(name, args[0], y)
+
+        handles = [module.register_forward_hook(hook(name)) for name, module in self._modules[b].items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _max_length(config: Any) -> int:
+    lengths = [getattr(config, field, None) for field in MAX_LENGTH_FIELDS]
+    return next((length for length in lengths if isinstance(length, int) and length > 0), sys.maxsize)
+
+
+def _require_equal(what: str, seen: Tensor, expected: Tensor) -> None:
+    if not torch.equal(seen, expected):
+        worst = float((seen - expected).abs().max()) if seen.shape == expected.shape else float("nan")
+        raise ModelError(
+            f"{what}: run by itself, it differs from the model's own forward (by up to {worst:.3g}). Its "
+            "result depends on more than its input and the sequence length, so bakron cannot "
+            "calibrate this model."
+        )
