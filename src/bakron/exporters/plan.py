@@ -1,0 +1,116 @@
+"""What an export will write, known before it starts: sizes, bits per weight, dtype of the scales, files to copy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bakron.core.layers import Scheme
+from bakron.errors import DiskSpaceError, FormatError
+from bakron.exporters import Exporter
+from bakron.exporters.checkpoint import CONFIG_NAME, Checkpoint
+
+CARD_NAME = "README.md"
+WEIGHT_SUFFIXES = {
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"),
+    *(".h5", ".msgpack", ".npz", ".ot", ".onnx", ".onnx_data"),
+}
+REPLACED_NAMES = {CONFIG_NAME, CARD_NAME, "quantize_config.json", "quant_config.json", "hf_quant_config.json"}
+DISK_MARGIN = 1 << 20
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export will write.
+
+    total_bytes: all tensors and auxiliary files.  quantized_bytes: the tensors of the quantized layers, scales
+    included.  quantized_weights, all_weights: numbers of elements.  scale_dtype: the dtype that every scale must have.
+    n_tensors: tensors of the source.
+    """
+
+    total_bytes: int
+    quantized_bytes: int
+    quantized_weights: int
+    all_weights: int
+    scale_dtype: torch.dtype
+    n_tensors: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits on disk per quantized weight, scales and zeros included."""
+        return 8 * self.quantized_bytes / max(1, self.quantized_weights)
+
+
+def plan_export(source: Path, exporter: Exporter, tensor_keys: Sequence[str], scheme: Scheme) -> ExportPlan:
+    """Sizes and the scale dtype of an export, from file headers only.
+
+    tensor_keys: the source's names of the weights to quantize; their sizes must have passed exporter.check.
+    Raises FormatError when the source is not a plain safetensors checkpoint with these two-dimensional tensors.
+    """
+    checkpoint = Checkpoint(Path(source))
+    _check_source(checkpoint, tensor_keys)
+    dtype = checkpoint.model_dtype(tensor_keys)
+    infos = {key: checkpoint.infos[key] for key in tensor_keys}
+    quantized = sum(
+        exporter.stored_bytes(info.shape[0], info.shape[1], scheme, dtype) for info in infos.values()
+    )
+    copied = sum(info.n_bytes for key, info in checkpoint.infos.items() if key not in infos)
+    files = sum((checkpoint.path / name).stat().st_size for name in auxiliary_files(checkpoint.path))
+    return ExportPlan(
+        total_bytes=quantized + copied + files,
+        quantized_bytes=quantized,
+        quantized_weights=sum(info.numel for info in infos.values()),
+        all_weights=sum(info.numel for info in checkpoint.infos.values()),
+        scale_dtype=dtype,
+        n_tensors=len(checkpoint.infos),
+    )
+
+
+def check_disk(directory: Path, plan: ExportPlan) -> None:
+    """Raise DiskSpaceError when the disk of this directory has less room than the plan needs."""
+    free = shutil.disk_usage(directory).free
+    need = plan.total_bytes + DISK_MARGIN
+    if free < need:
+        raise DiskSpaceError(
+            f"{directory}: the export takes {need / 1e9:.3f} GB, but only {free / 1e9:.3f} GB are free; "
+            "make room or choose an output on another disk"
+        )
+
+
+def auxiliary_files(source: Path) -> list[Path]:
+    """Relative paths of what is copied as it is: tokenizer, chat template, generation and processor files, code.
+
+    Left out: weights and their indices, quantization files of other tools, config.json and README.md (rewritten),
+    hidden files and directories.
+    """
+    paths = (path.relative_to(source) for path in sorted(Path(source).rglob("*")) if path.is_file())
+    return [path for path in paths if not _is_left_out(path)]
+
+
+def _is_left_out(path: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.parts)
+    weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith((".index.json", ".bin.json"))
+    return hidden or weights or (len(path.parts) == 1 and path.name in REPLACED_NAMES)
+
+
+def _check_source(checkpoint: Checkpoint, keys: Sequence[str]) -> None:
+    """Refuse a source that is quantized already or lacks one of the tensors to quantize."""
+    if checkpoint.config.get("quantization_config"):
+        method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
+        raise FormatError(
+            f"{checkpoint.path} is quantized already ({method}); start from the original checkpoint"
+        )
+    if not keys:
+        raise FormatError(f"{checkpoint.path}: no layer to export; expected at least one quantized layer")
+    missing = [key for key in keys if key not in checkpoint.infos]
+    if missing:
+        raise FormatError(f"{checkpoint.path} has no tensors of these names: {', '.join(missing)}")
+    shapes = {key: checkpoint.infos[key].shape for key in keys if len(checkpoint.infos[key].shape) != 2}
+    if shapes:
+        raise FormatError(
+            f"{checkpoint.path}: expected two-dimensional weights, seen {shapes}; skip these layers"
+        )
