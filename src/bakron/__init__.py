@@ -1,6 +1,42 @@
-"""bakron: post-training quantization with two-sided, Kronecker-factored Hessians (BaKron, arXiv 2608.06291)."""
+"""bakron: post-training quantization with two-sided, Kronecker-factored Hessians (BaKron, arXiv 2608.06291).
 
-from bakron.api import solve
-from bakron.quantizers.integer import Integer
+Names are imported when they are first used, so that ``import bakron`` and ``bakron --help`` stay quick.
+"""
 
-__all__ = ["Integer", "solve"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bakron.api import solve
+    from bakron.quantizers.integer import Integer
+    from bakron.run.compare import compare
+    from bakron.run.pipeline import quantize
+    from bakron.run.settings import Settings
+    from bakron.run.verify import verify
+
+    __version__: str
+
+__all__ = ["Integer", "Settings", "compare", "quantize", "solve", "verify"]
+
+_HOME = {
+    "Integer": "bakron.quantizers.integer",
+    "Settings": "bakron.run.settings",
+    "compare": "bakron.run.compare",
+    "quantize": "bakron.run.pipeline",
+    "solve": "bakron.api",
+    "verify": "bakron.run.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("bakron")
+    if name not in _HOME:
+        raise AttributeError(f"module 'bakron' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "__version__"])

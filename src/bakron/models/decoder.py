@@ -70,6 +70,7 @@ class Decoder:
             if isinstance(module, LINEAR_TYPES) and name not in self._by_name
         ]
         self._calls = CallCache(self._record_calls)
+        self._writers: dict[int, tuple[str, ...]] = {}
 
     def _spec(
         self, b: int, name: str, module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
@@ -120,15 +121,17 @@ class Decoder:
 
     @overload
     def run_block_capturing(
-        self, b: int, h: Tensor, *, outputs: Literal[False] = False
+        self, b: int, h: Tensor, *, outputs: Literal[False] = False, until: str | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
     @overload
     def run_block_capturing(
-        self, b: int, h: Tensor, *, outputs: Literal[True]
+        self, b: int, h: Tensor, *, outputs: Literal[True], until: str | None = None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]: ...
 
-    def run_block_capturing(self, b: int, h: Tensor, *, outputs: bool = False) -> tuple[Any, ...]:
+    def run_block_capturing(
+        self, b: int, h: Tensor, *, outputs: bool = False, until: str | None = None
+    ) -> tuple[Any, ...]:
         """``run_block`` without gradients, and the input x (T, d_in) of each linear by name.
 
         With ``outputs`` also each linear's output y (T, d_out).  A linear that did not run is absent; an
@@ -141,10 +144,36 @@ class Decoder:
             xs[name] = x.reshape(-1, x.shape[-1])
             if outputs:
                 ys[name] = y.reshape(-1, y.shape[-1])
+            if name == until:
+                raise StopForward(y)
 
         with torch.no_grad(), self._observed(b, seen):
-            h_out = self.run_block(b, h)
+            try:
+                h_out = self.run_block(b, h)
+            except StopForward as stopped:
+                h_out = stopped.hidden.reshape(-1, stopped.hidden.shape[-1])
         return (h_out, xs, ys) if outputs else (h_out, xs)
+
+    def residual_writers(self, b: int) -> tuple[str, ...]:
+        """The linears of block b whose outputs are added to the hidden state as they are, in order of execution.
+
+        Found by running the block: its output minus its input is exactly the sum of theirs. Empty where outputs are
+        normalised or scaled before they are added (Gemma 2 and 3).
+        """
+        if b not in self._writers:
+            generator = torch.Generator().manual_seed(0)
+            h = torch.randn(TRACE_LENGTH, self.hidden_size, generator=generator).to(self.device, self.dtype)
+            h_out, _, outputs = self.run_block_capturing(b, h, outputs=True)
+            added = (h_out - h).double().flatten()
+            names = [name for name, y in outputs.items() if y.shape == h.shape]
+            columns = torch.stack([outputs[name].double().flatten() for name in names], 1) if names else None
+            self._writers[b] = ()
+            if columns is not None:
+                share = torch.linalg.lstsq(columns.cpu(), added.cpu()[:, None]).solution[:, 0]
+                miss = float((columns.cpu() @ share.round() - added.cpu()).norm() / added.norm())
+                if miss < 32 * torch.finfo(self.dtype).eps * float(h.norm() / added.norm()) + 1e-6:
+                    self._writers[b] = tuple(n for n, s in zip(names, share.round().tolist(), strict=True) if s == 1)
+        return self._writers[b]
 
     def backward_block(
         self, b: int, h: Tensor, grad_out: Tensor, on_linear: Callable[[str, Tensor, Tensor], None]

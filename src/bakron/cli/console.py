@@ -1,0 +1,228 @@
+"""What the command line shows: progress and plans on stderr, results on stdout, errors in one message."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TimeRemainingColumn as TimeLeftColumn
+from rich.table import Table
+
+from bakron.errors import BakronError
+
+PIPE_WIDTH = 160  # columns, when nobody's terminal says how wide it is
+LINE_EVERY = 60.0  # seconds between lines of a long stage, when stderr is no terminal
+BAD_INPUT, INTERRUPTED = 2, 130
+QUALITY = {
+    "bits_per_weight": ("bits per weight", "{:.3f}"),
+    "perplexity": ("perplexity", "{:.4f}"),
+    "kl": ("KL", "{:.5f}"),
+    "kl_p99": ("KL, 99th percentile", "{:.4f}"),
+    "top1": ("same top token", "{:.2%}"),
+    "solve_seconds": ("solve seconds", "{:.1f}"),
+}
+
+
+class Bars:
+    """Progress as a bar with the time left, for a terminal."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self.notes: set[str] = set()
+        self.progress: Progress | None = None
+        self.task = TaskID(0)
+
+    def start(self, label: str, total: int) -> None:
+        """A new bar."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(
+            *columns, TextColumn("left"), TimeLeftColumn(), console=self.console, speed_estimate_period=600
+        )
+        self.task = self.progress.add_task(label, total=total)
+        self.progress.start()
+
+    def advance(self, steps: int = 1) -> None:
+        """Move the bar."""
+        if self.progress:
+            self.progress.advance(self.task, steps)
+
+    def finish(self) -> None:
+        """Leave the bar as it is."""
+        if self.progress:
+            self.progress.stop()
+        self.progress = None
+
+    def note(self, message: str) -> None:
+        """The message, once."""
+        if message not in self.notes:
+            self.console.print(f"note: {message}", style="yellow", markup=False, highlight=False)
+        self.notes.add(message)
+
+
+class Lines:
+    """Progress as a line when a stage starts and ends, and each minute between, for a log."""
+
+    def __init__(self) -> None:
+        self.notes: set[str] = set()
+        self.label, self.total, self.done = "", 0, 0
+        self.started = self.spoken = 0.0
+
+    def start(self, label: str, total: int) -> None:
+        """The first line."""
+        self.label, self.total, self.done = label, total, 0
+        self.started = self.spoken = time.monotonic()
+        typer.echo(f"{label} ...", err=True)
+
+    def advance(self, steps: int = 1) -> None:
+        """A line if the last one is a minute ago."""
+        self.done += steps
+        now = time.monotonic()
+        if now - self.spoken >= LINE_EVERY and self.done < self.total:
+            self.spoken = now
+            left = (now - self.started) * (self.total - self.done) / self.done
+            typer.echo(f"{self.label}: {self.done} of {self.total}, {duration(left)} left", err=True)
+
+    def finish(self) -> None:
+        """The last line."""
+        seconds = time.monotonic() - self.started
+        typer.echo(f"{self.label}: {self.done} of {self.total} in {duration(seconds)}", err=True)
+
+    def note(self, message: str) -> None:
+        """The message, once."""
+        if message not in self.notes:
+            typer.echo(f"note: {message}", err=True)
+        self.notes.add(message)
+
+
+def listener(quiet: bool) -> Any:
+    """Who listens to the stages: nobody if ``quiet`` (None), else bars on a terminal and lines elsewhere."""
+    if quiet:
+        return None
+    return Bars() if sys.stderr.isatty() else Lines()
+
+
+@contextmanager
+def guarded(kept: Path | None = None) -> Iterator[None]:
+    """Within, a named error becomes one message and exit code 2, Ctrl-C a message and 130; no tracebacks.
+
+    kept: the directory where finished work is kept, if this command has one.
+    """
+    try:
+        yield
+    except BakronError as error:
+        typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+        typer.echo(str(error), err=True)
+        raise typer.Exit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        resume = f"Finished work is kept in {kept}; run the same command again to resume." if kept else ""
+        typer.echo(f"\nInterrupted. {resume}".rstrip(), err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def show_plan(plan: Any) -> None:
+    """The plan of a run (``bakron.run.plan.Plan``) on stderr."""
+    table = Table(show_header=False)
+    parts = (("model", plan.model), ("factors", plan.factors), ("states", plan.boundaries))
+    detail = ", ".join(f"{name} {size(n)}" for name, n in (*parts, ("activations", plan.activations)))
+    table.add_row("memory", f"{size(plan.memory)} ({detail})")
+    table.add_row("disk", f"{size(plan.disk)} of work, {size(plan.output)} of output")
+    if plan.seconds is None:
+        table.add_row("time", "little: no calibration data is read")
+    else:
+        table.add_row("time", f"roughly {duration(plan.seconds)} for {plan.n_tokens} calibration tokens")
+    share = f"{plan.share_quantized:.1%} of all parameters"
+    table.add_row(
+        "quantized", f"{plan.n_linears} linears, {share}, {plan.bits_per_weight:.3f} bits per weight"
+    )
+    _print("Plan", table, stderr=True)
+
+
+def show_layers(record: dict[str, Any]) -> None:
+    """A row for each kind of linear of a finished checkpoint, summed over the blocks, on stdout."""
+    title = f"{record['method']}, {record['bits']} bit, {record['bits_per_weight']:.3f} bits per weight"
+    table = _table("linears", "count", "loss / RTN's", "clipped", "worst certificate", "seconds")
+    for kind, rows in _by_kind(record["layers"]).items():
+        rtn = sum(row["loss_rtn"] for row in rows)
+        ratio = sum(row["loss"] for row in rows) / rtn if rtn else 1.0
+        table.add_row(
+            kind,
+            str(len(rows)),
+            f"{ratio:.4f}",
+            f"{sum(row['clip_rate'] for row in rows) / len(rows):.2%}",
+            f"{max(max(row['certificate']) for row in rows):.1e}",
+            f"{sum(row['seconds'] for row in rows):.1f}",
+        )
+    _print(title, table)
+    quality = record.get("quality")
+    if quality:
+        rows = [{"label": "original", "perplexity": quality["perplexity_before"]}]
+        own = {"label": record["method"], "bits_per_weight": record["bits_per_weight"]}
+        rows.append({**own, **quality, "perplexity": quality["perplexity_after"]})
+        show_quality(rows)
+
+
+def show_quality(rows: list[dict[str, Any]]) -> None:
+    """A row for each model: bits, perplexity, and how far it is from the original, on stdout."""
+    columns = {
+        key: column for key, column in QUALITY.items() if any(row.get(key) is not None for row in rows)
+    }
+    table = _table("", *(name for name, _ in columns.values()))
+    for row in rows:
+        cells = ["" if row.get(key) is None else form.format(row[key]) for key, (_, form) in columns.items()]
+        table.add_row(row["label"], *cells)
+    _print("Quality on held-out text", table)
+
+
+def print_json(value: Any) -> None:
+    """``value`` as JSON on stdout."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def say(message: str, quiet: bool) -> None:
+    """A closing remark on stderr, unless ``quiet``."""
+    if not quiet:
+        typer.echo(message, err=True)
+
+
+def size(n_bytes: int) -> str:
+    """Bytes for people."""
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.2f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def _by_kind(layers: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows grouped by the linear's name with every number in it replaced by ``*``."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in layers:
+        kind = ".".join("*" if part.isdigit() else part for part in row["name"].split("."))
+        kinds.setdefault(kind, []).append(row)
+    return kinds
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table()
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _print(title: str, table: Table, stderr: bool = False) -> None:
+    stream = sys.stderr if stderr else sys.stdout
+    console = Console(stderr=stderr, width=None if stream.isatty() else PIPE_WIDTH, highlight=False)
+    console.print(title, style="bold", markup=False)
+    console.print(table)

@@ -1,0 +1,328 @@
+"""The stages put together: ``quantize``, and ``collect``, ``solve`` and ``export`` by themselves, meeting in the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bakron.core.layers import LinearSpec, SolvedLayer
+from bakron.data import fingerprint, load_sequences
+from bakron.errors import ConfigError, ModelError, OutputExistsError
+from bakron.estimators import get_estimator
+from bakron.exporters import get_exporter
+from bakron.exporters.card import model_card
+from bakron.exporters.plan import ExportPlan, plan_export
+from bakron.exporters.writer import write_checkpoint
+from bakron.models import Decoder, load_decoder
+from bakron.run.collect import Need, collect
+from bakron.run.evaluation import Evaluation
+from bakron.run.plan import Plan, make_plan
+from bakron.run.progress import Progress, Silent, stage
+from bakron.run.settings import Settings
+from bakron.run.solve import load_solved, solve_model, solved
+from bakron.run.store import Store, model_fingerprint, require_space, tensor_sha256
+
+REPORT = "bakron.json"
+
+
+@dataclass
+class Job:
+    """One model and one group of settings: everything that the stages share, checked before any work.
+
+    loaded: the decoder, if it is in memory already.
+    Raises ModelError, FormatError, DataError or ConfigError from its constructor for whatever can be known by then.
+    """
+
+    model: str
+    settings: Settings
+    work: Path
+    progress: Progress = dataclasses.field(default_factory=Silent)
+    collected_in: Path | None = None
+    loaded: InitVar[Decoder | None] = None
+
+    def __post_init__(self, loaded: Decoder | None) -> None:
+        settings = self.settings
+        if settings.needs_data and settings.calibration is None:
+            raise ConfigError(
+                f"calibration: method {settings.method} needs text. Pass a .txt, .jsonl or .safetensors file of token "
+                "ids, or the name of a hub dataset."
+            )
+        self.decoder = loaded or load(self.model, settings)
+        self.targets = [
+            [spec for spec in specs if not any(re.search(pattern, spec.name) for pattern in settings.skip)]
+            for specs in self.decoder.linears
+        ]
+        flat = [spec for specs in self.targets for spec in specs]
+        if not flat:
+            raise ModelError(f"{self.model}: no linear layer is left to quantize; skip = {list(settings.skip)}.")
+        self.exporter = get_exporter(settings.format)
+        self.exporter.check(flat, settings.scheme)
+        self.export_plan: ExportPlan = plan_export(
+            self.source, self.exporter, [spec.tensor_key for spec in flat], settings.scheme
+        )
+        self.sequences = self._sequences()
+
+    @property
+    def source(self) -> Path:
+        """The directory of the original checkpoint."""
+        assert self.decoder.path is not None
+        return self.decoder.path
+
+    @property
+    def flat_targets(self) -> list[LinearSpec]:
+        """All linears to quantize, in order of execution."""
+        return [spec for specs in self.targets for spec in specs]
+
+    @property
+    def ignored(self) -> list[str]:
+        """All linears of the model that are not quantized: head, routers, and what ``skip`` names."""
+        chosen = {spec.name for spec in self.flat_targets}
+        skipped = [spec.name for specs in self.decoder.linears for spec in specs if spec.name not in chosen]
+        return [*self.decoder.other_linears, *skipped]
+
+    @property
+    def need(self) -> Need:
+        """What has to be collected before the solve."""
+        gradients = get_estimator(self.settings.estimator_name).needs_gradients
+        sequential = self.settings.sequential
+        return Need(
+            self.settings.estimator_name,
+            boundaries=gradients or self.settings.aim_used > 0,
+            H_in=self.settings.needs_data and not sequential,
+            gradients=gradients,
+        )
+
+    @cached_property
+    def data_facts(self) -> dict[str, Any]:
+        """What collected work depends on, whatever will be solved from it."""
+        return {
+            "model": model_fingerprint(self.source),
+            "calibration": fingerprint(self.sequences),
+            "seed": self.settings.seed,
+            "dtype": str(self.decoder.dtype),
+            "device": self.decoder.device.type,
+            "version": version("bakron"),
+        }
+
+    @cached_property
+    def collected(self) -> Store:
+        """The store of boundary states and factors."""
+        return Store(self.collected_in or self.work / "collected", self.data_facts)
+
+    @cached_property
+    def solved(self) -> Store:
+        """The store of solved layers."""
+        settings = dataclasses.asdict(self.settings)
+        for name in ("calibration", "format", "device", "dtype"):  # in data_facts, or without influence on the codes
+            del settings[name]
+        facts = {**self.data_facts, **settings, "scale_dtype": str(self.export_plan.scale_dtype)}
+        facts |= {"estimator": self.settings.estimator_name, "aim": self.settings.aim_used}
+        return Store(self.work / "solved", facts)
+
+    def plan(self) -> Plan:
+        """Memory, disk and time that the run will need."""
+        return make_plan(self.decoder, self.targets, [len(ids) for ids in self.sequences], self.need, self.export_plan)
+
+    def reload(self) -> None:
+        """Take the original weights again."""
+        self.decoder = load(self.model, self.settings)
+
+    def collect(self) -> None:
+        """First stage."""
+        if self.settings.needs_data:
+            collect(self.decoder, self.sequences, self.need, self.collected, self.settings.seed, self.progress)
+
+    def solve(self) -> None:
+        """Second stage; the decoder ends up with the quantized weights."""
+        with_data = self.settings.needs_data
+        solve_model(
+            self.decoder,
+            self.targets,
+            [len(ids) for ids in self.sequences],
+            self.settings,
+            self.export_plan.scale_dtype,
+            self.collected if with_data else None,
+            self.need,
+            self.solved,
+            self.progress,
+        )
+        self.apply()
+
+    def apply(self) -> None:
+        """Give the decoder the solved weights, as a loader of the checkpoint would see them."""
+        for b, specs in enumerate(self.targets):
+            for layer in load_solved(self.solved, specs, b, self.settings).values():
+                self.decoder.set_weight(layer.spec.name, layer.weight().to(self.decoder.dtype))
+
+    def report(self) -> list[dict[str, Any]]:
+        """A row for each solved linear: losses, certificate, damping, clip rate, data, seconds."""
+        rows = []
+        for b in range(self.decoder.n_blocks):
+            rows += self.solved.metadata(solved(b))["report"]
+        return rows
+
+    def export(self, out: Path, quality: dict[str, Any] | None = None, overwrite: bool = False) -> None:
+        """Third stage: the checkpoint, its card, and ``bakron.json`` with what ``verify`` needs."""
+        blocks: dict[int, dict[str, SolvedLayer]] = {}
+
+        def layer(spec: LinearSpec) -> SolvedLayer:
+            if spec.block not in blocks:
+                blocks.clear()  # one block in memory
+                blocks[spec.block] = load_solved(self.solved, self.targets[spec.block], spec.block, self.settings)
+            return blocks[spec.block][spec.name]
+
+        with stage(self.progress, "export", self.export_plan.n_tensors):
+            write_checkpoint(
+                self.source,
+                out,
+                self.exporter,
+                {spec.tensor_key: lambda spec=spec: layer(spec) for spec in self.flat_targets},
+                self.settings.scheme,
+                ignore=self.ignored,
+                card=model_card(self._facts(quality)),
+                extra={REPORT: json.dumps(self._record(quality), indent=1) + "\n"},
+                overwrite=overwrite,
+                progress=lambda done, total, name: self.progress.advance(),
+            )
+
+    def _sequences(self) -> list[Tensor]:
+        settings, decoder = self.settings, self.decoder
+        if not settings.needs_data:
+            return []
+        assert settings.calibration is not None
+        length = settings.sequence_length
+        if length > decoder.max_length:
+            self.progress.note(f"sequence_length {length} is clamped to the model's maximum {decoder.max_length}.")
+            length = decoder.max_length
+        sequences = load_sequences(
+            settings.calibration,
+            None if settings.calibration.endswith(".safetensors") else decoder.tokenizer,
+            n_sequences=settings.n_sequences,
+            sequence_length=length,
+            seed=settings.seed,
+            mode=settings.sampling,
+            vocab_size=decoder.vocab_size,
+        )
+        tokens, widest = sum(map(len, sequences)), max(spec.d_in for spec in self.flat_targets)
+        if tokens < widest:
+            self.progress.note(
+                f"{tokens} calibration tokens are fewer than the widest input, {widest}: H_in is rank-deficient and "
+                "leans on its damping. Use more or longer sequences."
+            )
+        return sequences
+
+    def _facts(self, quality: dict[str, Any] | None) -> dict[str, Any]:
+        """What the model card says."""
+        settings = self.settings
+        calibration = None
+        if settings.needs_data:
+            calibration = {
+                "source": Path(settings.calibration or "").name,
+                "n_sequences": len(self.sequences),
+                "sequence_length": max(map(len, self.sequences)),
+                "fingerprint": self.data_facts["calibration"],
+            }
+        plan = self.export_plan
+        return {
+            "title": f"{self.source.name}, {settings.bits} bit",
+            "base_model": self.source.name,
+            "method": f"{settings.method} ({settings.estimator_name} Hessians)",
+            "format": settings.format,
+            "bits": settings.bits,
+            "group_size": settings.group_size,
+            "symmetric": settings.symmetric,
+            "bits_per_weight": plan.bits_per_weight,
+            "share_quantized": plan.quantized_weights / plan.all_weights,
+            "calibration": calibration,
+            "quality": quality,
+            "usage": self.exporter.usage(settings.scheme),
+            "settings": {**dataclasses.asdict(settings), "calibration": Path(settings.calibration or "").name or None},
+            "version": version("bakron"),
+        }
+
+    def _record(self, quality: dict[str, Any] | None) -> dict[str, Any]:
+        """What ``bakron.json`` says: the facts of the card, a row a layer, and digests of the dense weights."""
+        digests = {}
+        for b, specs in enumerate(self.targets):
+            for layer in load_solved(self.solved, specs, b, self.settings).values():
+                digests[layer.spec.name] = tensor_sha256(layer.weight())
+        facts = {key: value for key, value in self._facts(quality).items() if key not in ("usage", "title")}
+        return {**facts, "layers": self.report(), "sha256": digests}
+
+
+def load(model: str | Path, settings: Settings | None = None) -> Decoder:
+    """The decoder on the device and in the dtype that ``settings`` ask for; auto is float32 on a CPU, else bfloat16."""
+    settings = settings or Settings()
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    return load_decoder(model, dtype=getattr(torch, dtype), device=device)
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    *,
+    work: str | Path | None = None,
+    keep_work: bool = False,
+    overwrite: bool = False,
+    evaluation: str | Path | None = None,
+    recipe: str | Path | None = None,
+    progress: Progress | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Quantize the linears of ``model`` (directory or hub name) and write a checkpoint to ``out``; returns its record.
+
+    work: where finished pieces are kept until the checkpoint is written, ``out`` + ".work" by default; run the same
+    call again after an interruption to resume to identical bytes.  keep_work: keep it afterwards.
+    evaluation: held-out text; perplexity, KL and top-1 agreement before and after go into the model card.
+    recipe: a TOML file of settings.  settings: the fields of ``Settings``; they win over the recipe.
+    on_plan: called with the plan before work starts.
+
+    Raises the named errors of ``bakron.errors``, before work starts where it can be known.
+    """
+    out = Path(out)
+    chosen = Settings.load(recipe, **{**settings, "calibration": _as_text(settings.get("calibration"))})
+    require_free_output(out, overwrite)
+    work = Path(work) if work else out.with_name(out.name + ".work")
+    job = Job(str(model), chosen, work, progress or Silent())
+    held_out = Evaluation.of(job.decoder, evaluation) if evaluation else None
+    plan = job.plan()
+    if on_plan:
+        on_plan(plan)
+    require_space(work, plan.disk, "the work directory")
+    before = held_out.reference(job.decoder, job.progress) if held_out else None
+    job.collect()
+    job.solve()
+    quality = None
+    if held_out and before:
+        quality = held_out.facts(before[1], held_out.of_model(job.decoder, before[0], job.progress))
+    job.export(out, quality, overwrite)
+    if not keep_work:
+        shutil.rmtree(work)
+    return json.loads((out / REPORT).read_text())
+
+
+def require_free_output(out: Path, overwrite: bool) -> None:
+    """Raise OutputExistsError when ``out`` holds anything and may not be overwritten."""
+    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+        raise OutputExistsError(f"{out}: is not empty. Choose another output directory, or pass overwrite.")
+
+
+def _as_text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -1,0 +1,93 @@
+"""The plan of a run, made before it starts: memory, disk and time, from the model's sizes and one timed block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bakron.core.layers import LinearSpec
+from bakron.exporters.plan import ExportPlan
+from bakron.models import Decoder
+from bakron.run.collect import HEAD_CHUNK, Need
+
+MATRICES_IN_SOLVE = 12  # W-sized float32 working copies while one linear is solved
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need. memory, disk, output: bytes.  seconds: a rough estimate, None without calibration data.
+
+    memory = model + factors of one block + boundary states of one block (+ a single sequence's activations).
+    disk is that of the work directory at its largest; output that of the checkpoint.
+    """
+
+    model: int
+    factors: int
+    boundaries: int
+    activations: int
+    disk: int
+    output: int
+    bits_per_weight: float
+    share_quantized: float
+    n_linears: int
+    n_tokens: int
+    seconds: float | None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all that is in memory at the same time."""
+        return self.model + self.factors + self.boundaries + self.activations
+
+
+def make_plan(
+    decoder: Decoder,
+    targets: Sequence[Sequence[LinearSpec]],
+    lengths: Sequence[int],
+    need: Need,
+    export: ExportPlan,
+) -> Plan:
+    """The plan for ``targets`` and calibration sequences of ``lengths``."""
+    tokens, longest = sum(lengths), max(lengths, default=0)
+    itemsize = decoder.dtype.itemsize
+    model = sum(parameter.numel() * parameter.element_size() for parameter in decoder.model.parameters())
+    block = max(range(decoder.n_blocks), key=lambda b: sum(s.d_in**2 for s in decoder.linears[b]))
+    specs = decoder.linears[block]
+    # float64 sums of H_in and (y − ŷ)x̂ᵀ while the float32 H_out of the block are loaded, and one linear's solve
+    sums = sum(8 * s.d_in**2 + 8 * s.d_out * s.d_in + 4 * (s.d_out**2 if need.gradients else 0) for s in specs)
+    largest = max(4 * MATRICES_IN_SOLVE * s.d_out * s.d_in + 24 * (s.d_in**2 + s.d_out**2) for s in specs)
+    state = tokens * decoder.hidden_size * itemsize
+    wide = sum(s.d_in + s.d_out for s in specs)
+    activations = longest * wide * itemsize * 3 + min(longest, HEAD_CHUNK) * decoder.vocab_size * 4 * 5
+    stored = decoder.n_blocks * sum(4 * s.d_out**2 + 4 * tokens for s in specs) if need.gradients else 0
+    stored += decoder.n_blocks * sum(4 * s.d_in**2 for s in specs) if need.H_in else 0
+    boundaries = state * (decoder.n_blocks + 1 if need.boundaries or need.H_in else 1)
+    codes = sum(s.d_out * s.d_in * 2 for specs in targets for s in specs)
+    return Plan(
+        model=model,
+        factors=sums + largest if tokens else largest,
+        boundaries=3 * state,
+        activations=activations if tokens else 0,
+        disk=boundaries + 3 * state + stored + codes,
+        output=export.total_bytes,
+        bits_per_weight=export.bits_per_weight,
+        share_quantized=export.quantized_weights / export.all_weights,
+        n_linears=sum(map(len, targets)),
+        n_tokens=tokens,
+        seconds=_seconds(decoder, lengths, need) if tokens else None,
+    )
+
+
+def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need) -> float:
+    """The time of one block's forward on one sequence, times the number of forwards that the stages cost."""
+    h = decoder.embed(torch.zeros(max(lengths), dtype=torch.int64))
+    seconds = []
+    for _ in range(2):  # the first one warms up
+        started = time.perf_counter()
+        with torch.no_grad():
+            decoder.run_block(0, h)
+        seconds.append(time.perf_counter() - started)
+    forwards = 2.5 + (5 if need.gradients else 0) + (2 if need.boundaries else 0) + (1.5 if need.H_in else 0)
+    return min(seconds) * decoder.n_blocks * sum(lengths) / max(lengths) * forwards

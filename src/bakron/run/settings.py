@@ -1,0 +1,162 @@
+"""All settings of a run in one validated dataclass, the same names in Python, on the command line and in a TOML recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from bakron.api import PERCDAMP_IN, PERCDAMP_OUT
+from bakron.core.layers import Scheme
+from bakron.core.solution import ActOrder
+from bakron.errors import ConfigError
+from bakron.estimators import get_estimator
+from bakron.quantizers.integer import Integer
+
+Method = Literal["bakron", "gptq", "rtn"]
+_ESTIMATOR_OF = {"bakron": "shampoo", "gptq": "gram", "rtn": "identity"}
+AIM = 1.0  # these two are measured: docs/experiments.md
+PERCDAMP_AIM = 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to do to a model; see the README for the meaning of each.
+
+    method: "bakron" rounds in the two-sided metric, "gptq" with H_out = I, "rtn" without any Hessian.
+    estimator: where the Hessians come from; None is the method's own (shampoo, gram, identity).
+    inputs: "sequential" takes H_in from the already quantized prefix, "static" from the original model.
+    aim: how far sequential targets move towards the original outputs, 0 … 1; None is 1 for bakron and 0 for gptq.
+    percdamp_aim: damping of that move, in units of H_in's mean diagonal; more follows less of the noise.
+    skip: regular expressions; linears whose name matches one are left as they are.
+
+    Raises ConfigError for values out of range or in contradiction.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+    symmetric: bool = True
+    scale: Literal["mse", "minmax"] = "mse"
+    method: Method = "bakron"
+    estimator: str | None = None
+    inputs: Literal["sequential", "static"] = "sequential"
+    aim: float | None = None
+    percdamp_aim: float = PERCDAMP_AIM
+    percdamp_in: float = PERCDAMP_IN
+    percdamp_out: float = PERCDAMP_OUT
+    shrink_out: float = 0.0
+    act_order: ActOrder = "both"
+    kernel: str = "auto"
+    calibration: str | None = None
+    n_sequences: int = 128
+    sequence_length: int = 2048
+    sampling: Literal["pack", "per-sample"] = "pack"
+    seed: int = 0
+    format: str = "compressed-tensors"
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field, allowed in _CHOICES.items():
+            if getattr(self, field) not in allowed:
+                raise ConfigError(f"{field}: {getattr(self, field)!r} is not one of {', '.join(allowed)}.")
+        for field in ("n_sequences", "sequence_length"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}: {getattr(self, field)} must be at least 1.")
+        if self.aim is not None and not 0 <= self.aim <= 1:
+            raise ConfigError(f"aim: {self.aim} is not between 0 (the layer's own weight) and 1 (the original outputs).")
+        for field in ("percdamp_in", "percdamp_out", "percdamp_aim"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                raise ConfigError(f"{field}: {getattr(self, field)} must be finite and not negative.")
+        if not 0 <= self.shrink_out <= 1:
+            raise ConfigError(f"shrink_out: {self.shrink_out} is not between 0 and 1.")
+        for pattern in self.skip:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"skip: {pattern!r} is not a regular expression: {error}.") from error
+        self.quantizer(None)
+        get_estimator(self.estimator_name)
+        if self.method == "rtn" and self.estimator not in (None, "identity"):
+            raise ConfigError(f"estimator: method rtn uses no Hessian, but estimator {self.estimator!r} was given.")
+
+    @property
+    def estimator_name(self) -> str:
+        """The estimator asked for, or the method's own."""
+        return self.estimator or _ESTIMATOR_OF[self.method]
+
+    @property
+    def sequential(self) -> bool:
+        """Whether inputs come from the quantized prefix; without a Hessian there is nothing to take from it."""
+        return self.inputs == "sequential" and self.estimator_name != "identity"
+
+    @property
+    def aim_used(self) -> float:
+        """The aim in force: that of the settings, or the method's own; 0 unless sequential."""
+        if not self.sequential:
+            return 0.0
+        return self.aim if self.aim is not None else (AIM if self.method == "bakron" else 0.0)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the run reads calibration text at all."""
+        return self.estimator_name != "identity"
+
+    @property
+    def scheme(self) -> Scheme:
+        """What the checkpoint format has to hold."""
+        return Scheme(self.bits, self.group_size, self.symmetric)
+
+    def quantizer(self, scale_dtype: torch.dtype | None) -> Integer:
+        """The base quantizer, its scales rounded to ``scale_dtype``."""
+        return Integer(self.bits, self.group_size, self.symmetric, self.scale, scale_dtype)
+
+    @classmethod
+    def load(cls, recipe: str | Path | None = None, **overrides: Any) -> Settings:
+        """Settings from a TOML file, if one is given, and ``overrides`` (None values are ignored). Raises ConfigError."""
+        values: dict[str, Any] = {}
+        if recipe is not None:
+            try:
+                values = tomllib.loads(Path(recipe).read_text())
+            except FileNotFoundError as error:
+                raise ConfigError(f"recipe {recipe}: there is no such file.") from error
+            except tomllib.TOMLDecodeError as error:
+                raise ConfigError(f"recipe {recipe}: not valid TOML: {error}.") from error
+        values |= {key: value for key, value in overrides.items() if value is not None}
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for key, value in values.items():
+            if key not in known:
+                close = difflib.get_close_matches(key, known, 1)
+                raise ConfigError(f"unknown setting {key!r}" + (f"; did you mean {close[0]!r}?" if close else "."))
+            values[key] = _of_type(key, value, str(known[key].type))
+        return cls(**values)
+
+
+_CHOICES = {
+    "method": get_args(Method),
+    "inputs": ("sequential", "static"),
+    "scale": ("mse", "minmax"),
+    "act_order": get_args(ActOrder),
+    "sampling": ("pack", "per-sample"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+
+
+def _of_type(key: str, value: Any, annotation: str) -> Any:
+    """``value`` if it fits the field's annotation (a whole number passes for a float). Raises ConfigError."""
+    wanted: tuple[type, ...] = (str,)
+    if annotation.startswith("tuple"):
+        value = tuple(value) if isinstance(value, list | tuple) else (value,)
+        wanted = (tuple,)
+    elif annotation.startswith(("int", "bool", "float")):
+        wanted = {"int": (int,), "bool": (bool,), "flo": (float, int)}[annotation[:3] if annotation[0] != "b" else "bool"]
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        raise ConfigError(f"{key}: {value!r} is a {type(value).__name__}, expected {annotation}.")
+    return value

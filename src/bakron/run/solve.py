@@ -1,0 +1,251 @@
+"""Second stage: round the linears block by block, with static factors or with inputs from the quantized prefix."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bakron.core.hessian import KroneckerHessian
+from bakron.core.layers import LinearSpec, SolvedLayer
+from bakron.core.linalg import gram
+from bakron.core.solution import LayerProblem, solve_problem
+from bakron.core.target import aimed_weight
+from bakron.errors import ModelError
+from bakron.kernels import get_kernel
+from bakron.models import Decoder
+from bakron.run.collect import Need, boundary, check_finite, factors, load_states
+from bakron.run.progress import Progress, stage
+from bakron.run.settings import Settings
+from bakron.run.store import Store
+
+CERTIFICATE_LIMIT = 1e-3  # grid steps; honest float32 sweeps stay below 1e-5, a wrong code is near 0.5
+
+
+def solved(b: int) -> str:
+    """The piece that holds the codes, scales and zeros of block b, and its report in the metadata."""
+    return f"solved/{b:04d}"
+
+
+def _state(b: int) -> str:
+    return f"states/{b:04d}"
+
+
+def solve_model(
+    decoder: Decoder,
+    targets: Sequence[Sequence[LinearSpec]],
+    lengths: Sequence[int],
+    settings: Settings,
+    scale_dtype: torch.dtype,
+    collected: Store | None,
+    need: Need,
+    store: Store,
+    progress: Progress,
+) -> None:
+    """Fill ``store`` with the solved ``targets`` of every block; finished blocks are kept. Weights of ``decoder`` change.
+
+    collected: what ``collect`` made of ``need``, None when no data is used.  scale_dtype: of the scales in the checkpoint.
+    """
+    sequential = settings.sequential
+    steps = len(lengths) if sequential else 1
+    with stage(progress, f"solve ({settings.method}, {settings.bits} bit)", decoder.n_blocks * steps):
+        states: list[Tensor] | None = None
+        for b in range(decoder.n_blocks):
+            if store.has(solved(b)):
+                progress.advance(steps)
+                continue
+            statistics = _Statistics()
+            piece = factors(need, b)
+            if collected is not None and collected.has(piece):
+                statistics.load(collected.load(piece), collected.metadata(piece), decoder.groups[b])
+            if sequential:
+                assert collected is not None
+                if states is None:
+                    name = boundary(0) if b == 0 else _state(b)
+                    loaded = (collected if b == 0 else store).load(name)["h"]
+                    states = list(loaded.to(decoder.device).split(list(lengths)))
+            originals = load_states(collected, b, lengths, decoder) if collected and settings.aim_used else None
+            layers, report = {}, []
+            for part in _parts(decoder, b, targets[b]) if sequential else [targets[b]]:
+                if states is not None:
+                    statistics.observe(decoder, b, part, states, originals)
+                for spec in part:
+                    layer, row = _solve_linear(decoder, spec, statistics, settings, scale_dtype)
+                    layers |= {f"{spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")}
+                    report.append(row)
+                    if sequential:
+                        decoder.set_weight(spec.name, layer.weight(decoder.dtype))
+            if states is not None:
+                for index, h in enumerate(states):
+                    with torch.no_grad():
+                        states[index] = decoder.run_block(b, h)
+                    check_finite(states[index], f"block {b} (quantized)", index)
+                    progress.advance()
+                if b + 1 < decoder.n_blocks:
+                    store.save(_state(b + 1), {"h": torch.cat(states)})
+            else:
+                progress.advance()
+            store.save(solved(b), layers, {"report": report})
+            store.remove(_state(b))
+
+
+def _parts(decoder: Decoder, b: int, targets: Sequence[LinearSpec]) -> list[list[LinearSpec]]:
+    """The targets of block b cut after each linear that writes to the hidden state: attention, then MLP.
+
+    The inputs of a part are taken once the parts before it are quantized.
+    """
+    parts: list[list[LinearSpec]] = [[]]
+    writers = decoder.residual_writers(b)
+    for spec in decoder.linears[b]:
+        if spec in targets:
+            parts[-1].append(spec)
+        if spec.name in writers:
+            parts.append([])
+    return [part for part in parts if part]
+
+
+def load_solved(store: Store, specs: Sequence[LinearSpec], b: int, settings: Settings) -> dict[str, SolvedLayer]:
+    """The solved layers of block b by linear name."""
+    tensors = store.load(solved(b))
+    return {
+        spec.name: SolvedLayer(
+            spec, settings.scheme, *(tensors[f"{spec.name}.{key}"] for key in ("codes", "scale", "zero"))
+        )
+        for spec in specs
+    }
+
+
+@dataclass
+class _Statistics:
+    """What is known about the linears of one block: stored factors, and sums over inputs of the quantized prefix."""
+
+    stored: dict[str, Tensor] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    H_in: dict[str, Tensor] = field(default_factory=dict)
+    cross: dict[str, Tensor] = field(default_factory=dict)
+    owner: dict[str, str] = field(default_factory=dict)
+
+    def load(
+        self, tensors: dict[str, Tensor], counts: Mapping[str, int], groups: Sequence[Sequence[str]]
+    ) -> None:
+        """Take over what was collected from the original model; an H_in may be stored once for a whole group."""
+        self.stored, self.counts = tensors, counts
+        for group in groups:
+            for name in group:
+                self.owner[name] = name if f"{name}.H_in" in tensors else group[0]
+
+    def observe(
+        self,
+        decoder: Decoder,
+        b: int,
+        specs: Sequence[LinearSpec],
+        states: Sequence[Tensor],
+        originals: Sequence[Tensor] | None,
+    ) -> None:
+        """Sum Σ w x̂x̂ᵀ, and with ``originals`` Σ w (y − ŷ) x̂ᵀ, over the block's inputs from the quantized prefix.
+
+        For a linear whose output is added to the hidden state, y − ŷ is the difference of the hidden states after
+        it: the layer is aimed at repairing what all layers before it have done to them.
+        """
+        lengths = [len(h) for h in states]
+        self.counts = {"n_sequences": len(states), "n_tokens": sum(lengths)}
+        weights = {
+            spec.name: self.stored[f"{spec.name}.token_weights"].to(decoder.device).split(lengths)
+            for spec in specs
+            if f"{spec.name}.token_weights" in self.stored
+        }
+        for spec in specs:
+            group = next(group for group in decoder.groups[b] if spec.name in group)
+            self.owner[spec.name] = spec.name if spec.name in weights else group[0]
+        owners = sorted({self.owner[spec.name] for spec in specs})
+        writers = decoder.residual_writers(b) if originals is not None else ()
+        for index, h in enumerate(states):
+            _, inputs, outputs = decoder.run_block_capturing(b, h, outputs=True, until=specs[-1].name)
+            for owner in owners:
+                x = _seen(inputs, owner)
+                if owner in weights:
+                    x = x * weights[owner][index].sqrt()[:, None]
+                _accumulate(self.H_in, owner, gram(x))
+            if originals is None:
+                continue
+            _, _, wanted = decoder.run_block_capturing(b, originals[index], outputs=True, until=specs[-1].name)
+            drift = originals[index] - h  # of the hidden state, before the linear at hand adds to it
+            for name in outputs:
+                moved = wanted[name] - outputs[name]
+                if name in writers:
+                    drift = moved = drift + moved
+                if not any(spec.name == name for spec in specs):
+                    continue
+                if name in weights:
+                    moved = moved * weights[name][index][:, None]
+                _accumulate(self.cross, name, moved.T @ inputs[name])
+
+    def hessian(self, name: str) -> KroneckerHessian:
+        """The factors to solve ``name`` with."""
+        owner = self.owner.get(name, name)
+        H_in = self.H_in.get(owner)
+        if H_in is None:
+            H_in = self.stored.get(f"{owner}.H_in")
+        return KroneckerHessian(H_in, self.stored.get(f"{name}.H_out"), **self.counts)
+
+
+def _seen(inputs: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in inputs:
+        raise ModelError(f"{name}: did not run on a calibration sequence, so nothing is known about it; list it in skip.")
+    return inputs[name]
+
+
+def _accumulate(sums: dict[str, Tensor], key: str, term: Tensor) -> None:
+    if key not in sums:
+        sums[key] = torch.zeros_like(term, dtype=torch.float64)
+    sums[key] += term
+
+
+def _solve_linear(
+    decoder: Decoder, spec: LinearSpec, statistics: _Statistics, settings: Settings, scale_dtype: torch.dtype
+) -> tuple[SolvedLayer, dict[str, Any]]:
+    """Round one linear; also its row of the report."""
+    started = time.perf_counter()
+    W = decoder.get_weight(spec.name)
+    grid = settings.quantizer(scale_dtype).fit(W)
+    hessian = statistics.hessian(spec.name)
+    if settings.method != "bakron":
+        hessian = KroneckerHessian(hessian.H_in, None, hessian.n_sequences, hessian.n_tokens)
+    if spec.name in statistics.cross and hessian.H_in is not None:
+        W = aimed_weight(
+            W, statistics.cross[spec.name], hessian.H_in, settings.percdamp_aim, settings.aim_used, spec.name
+        )
+    problem = LayerProblem(
+        spec.name, W, hessian, settings.percdamp_in, settings.percdamp_out, settings.shrink_out
+    )
+    kernel = None if settings.kernel == "reference" else get_kernel(settings.kernel, W.device)
+    solution = solve_problem(problem, grid, settings.act_order, kernel)
+    if solution.certificate.worst > CERTIFICATE_LIMIT:
+        raise ArithmeticError(
+            f"{spec.name}: the sweep's codes are not those of its own definition, worst excess "
+            f"{solution.certificate.worst:.3g} grid steps. This is a defect of kernel {settings.kernel!r}: "
+            "choose kernel torch and report it."
+        )
+    layer = SolvedLayer(
+        spec,
+        settings.scheme,
+        solution.codes.to(torch.int8).cpu(),
+        grid.scale.to(scale_dtype).cpu(),
+        grid.zero.to(torch.int32).cpu(),
+    )
+    row = {
+        "name": spec.name,
+        "loss": solution.loss,
+        "loss_rtn": solution.loss_rtn,
+        "certificate": list(solution.certificate),
+        "clip_rate": solution.clip_rate,
+        "percdamp": list(solution.damping),
+        "n_sequences": hessian.n_sequences,
+        "n_tokens": hessian.n_tokens,
+    }
+    row["seconds"] = time.perf_counter() - started
+    return layer, row

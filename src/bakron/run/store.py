@@ -1,0 +1,118 @@
+"""Work on disk: files that appear whole or not at all, and a manifest that refuses work made with other settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bakron.errors import DiskSpaceError, ResumeError
+
+
+class Store:
+    """A directory of finished pieces of work, made under one set of facts.
+
+    Every file is written under a temporary name and renamed, so that a process may die at any moment.
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        """Open or create ``path``. Raises ResumeError, naming the fact, when it was made under other ``facts``."""
+        self.path = path
+        facts = json.loads(json.dumps(facts))
+        manifest = path / "manifest.json"
+        if manifest.exists():
+            _refuse_other(path, facts, json.loads(manifest.read_text()))
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        write_text(manifest, json.dumps(facts, indent=1, sort_keys=True) + "\n")
+
+    def has(self, name: str) -> bool:
+        """Whether the piece called ``name`` is finished."""
+        return (self.path / f"{name}.safetensors").exists()
+
+    def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, Any] | None = None) -> None:
+        """Publish the piece ``name``; metadata values are stored as JSON."""
+        target = self.path / f"{name}.safetensors"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_suffix(".partial")
+        packed = {key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()}
+        contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        try:
+            save_file(contiguous, temporary, metadata=packed or None)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise DiskSpaceError(
+                f"{target}: cannot be written ({error}). Free some space and run again: finished work is kept."
+            ) from error
+        os.replace(temporary, target)
+
+    def load(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a finished piece. Raises ResumeError when the file is damaged."""
+        path = self.path / f"{name}.safetensors"
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ResumeError(f"{path}: cannot be read ({error}). Delete it and run again to recompute it.") from error
+
+    def metadata(self, name: str) -> dict[str, Any]:
+        """The metadata that a finished piece was saved with."""
+        with safe_open(self.path / f"{name}.safetensors", framework="pt") as file:
+            return {key: json.loads(value) for key, value in (file.metadata() or {}).items() if key != "format"}
+
+    def remove(self, name: str) -> None:
+        """Drop a piece that is no longer needed."""
+        (self.path / f"{name}.safetensors").unlink(missing_ok=True)
+
+
+def _refuse_other(path: Path, facts: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Raise ResumeError, naming every fact in which ``seen``, those of the work at ``path``, differ from ``facts``."""
+    different = [key for key in sorted({*facts, *seen}) if facts.get(key) != seen.get(key)]
+    if different:
+        before, now = (", ".join(f"{key} = {of.get(key)!r}" for key in different) for of in (seen, facts))
+        raise ResumeError(
+            f"{path}: made with {before}, now {now}. "
+            "Run with the old values to resume, or choose another work directory, or delete this one."
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` so that ``path`` holds the old or the new text, never a part."""
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def model_fingerprint(path: Path) -> str:
+    """sha256 of the configuration and all weight files of a model directory."""
+    digest = hashlib.sha256()
+    for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def require_space(path: Path, needed: int, purpose: str) -> None:
+    """Raise DiskSpaceError when the disk of ``path`` has less than ``needed`` bytes left."""
+    while not path.exists():
+        path = path.parent
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise DiskSpaceError(
+            f"{path}: {purpose} needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free. "
+            "Free some space, choose another disk, or use fewer or shorter calibration sequences."
+        )
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """sha256 of the bytes of ``tensor`` in its own dtype."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,0 +1,46 @@
+"""The variants of a comparison from short texts: ``gptq``, ``bakron:inputs=static:aim=0.3``, each at several bits."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bakron.errors import ConfigError
+from bakron.run.settings import Settings
+
+
+def make_variants(
+    methods: Sequence[str], bits: Sequence[int], recipe: str | Path | None = None, **settings: Any
+) -> dict[str, Settings]:
+    """Label → settings, for each of ``bits`` (none: the recipe's) and each method with its own changes.
+
+    methods: texts ``METHOD`` or ``METHOD:setting=value:…``.  settings: for all; None values are ignored.  An estimator
+    given for all is not given to ``rtn``, which has none.  Raises ConfigError.
+    """
+    variants: dict[str, Settings] = {}
+    for b in bits or [None]:
+        for text in methods:
+            method, *changes = text.strip().split(":")
+            own = {**settings, **dict(_change(change, text) for change in changes)}
+            if method == "rtn":
+                own["estimator"] = "identity"
+            chosen = Settings.load(recipe, **{**own, "method": method, "bits": b})
+            label = " ".join([method, f"{chosen.bits} bit", *changes])
+            if label in variants:
+                raise ConfigError(f"compare: {label!r} is listed twice.")
+            variants[label] = chosen
+    return variants
+
+
+def _change(text: str, method: str) -> tuple[str, Any]:
+    """``name=value`` as a setting, the value as TOML would read it, or else as text."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or name in ("method", "bits"):
+        raise ConfigError(f"compare: {method!r}: expected METHOD:setting=value, seen {text!r}.")
+    name = name.replace("-", "_")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
