@@ -65,8 +65,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_decoder("llama", path / "m", tokenizer=True, dtype=torch.bfloat16)
     words = "the quick brown fox jumps over the lazy dog while seven wizards play chess".split()
     generator = torch.Generator().manual_seed(0)
-    for name in ("text.txt", "held.txt"):
-        draw = torch.randint(len(words), (200,), generator=generator).tolist()
+    for name, n in (("text.txt", 200), ("held.txt", 700)):
+        draw = torch.randint(len(words), (n,), generator=generator).tolist()
         (path / name).write_text(" ".join(words[i] for i in draw))
     return path
 
@@ -329,7 +329,12 @@ def test_variants_have_labels_changes_and_errors(tmp_path: Path) -> None:
     )
     assert list(made) == ["rtn 6 bit", "gptq 6 bit aim=0.25 inputs=sequential"]
     rtn, gptq = made.values()
-    assert (rtn.estimator_name, rtn.group_size, gptq.estimator_name, gptq.aim) == ("identity", 32, "kfac", 0.25)
+    assert (rtn.estimator_name, rtn.group_size, gptq.estimator_name, gptq.aim) == (
+        "identity",
+        32,
+        "kfac",
+        0.25,
+    )
     assert [s.bits for s in make_variants(["rtn"], [2, 8]).values()] == [2, 8]
     for methods, message in (
         (["rtn", "rtn"], "listed twice"),
@@ -395,12 +400,14 @@ def test_verify_finds_missing_and_surplus_tensors(copy: Path) -> None:
         bakron.verify(copy)
 
 
-def test_verify_refuses_what_it_cannot_check(
-    home: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_refuses_what_it_cannot_check(home: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no bakron.json" in said(run("verify", home / "m", code=2))
     record = json.loads((copy / "bakron.json").read_text())
-    for text, message in (("{", "not a record"), ("[]", "not a record"), ('{"sha256": {}}', "lists no layer")):
+    for text, message in (
+        ("{", "not a record"),
+        ("[]", "not a record"),
+        ('{"sha256": {}}', "lists no layer"),
+    ):
         (copy / "bakron.json").write_text(text)
         with pytest.raises(VerificationError, match=message):
             bakron.verify(copy)
@@ -424,9 +431,12 @@ def test_verify_refuses_what_it_cannot_check(
         (["quantize", "absent/model/x", "OUT", "--calibration", "TEXT"], "no such directory"),
         (["quantize", "HOME", "OUT", "--calibration", "TEXT"], "no config.json"),
         (["quantize", "MODEL", "OUT"], "needs text"),
-        (["quantize", "MODEL", "OUT", "--calibration", "absent.txt"], "no such file"),
-        (["quantize", "MODEL", "OUT", "--calibration", "TEXT", "--n-sequences", 999], "Give more text"),
-        (["quantize", "MODEL", "OUT", "--calibration", "TEXT", "--group-size", 48], "does not divide d_in 32"),
+        (["quantize", "MODEL", "OUT", "--group-size", 16, "--calibration", "absent.txt"], "no such file"),
+        (["quantize", "MODEL", "OUT", "--group-size", 16, "--calibration", "TEXT"], "Give more text"),
+        (
+            ["quantize", "MODEL", "OUT", "--calibration", "TEXT", "--group-size", 48],
+            "does not divide d_in 32",
+        ),
         (["quantize", "MODEL", "OUT", "--calibration", "TEXT", "--bits", 9], "from 2 to 8"),
         (["quantize", "MODEL", "OUT", "--calibration", "TEXT", "--skip", ".*"], "no linear layer is left"),
         (["quantize", "MODEL", "OUT", "--recipe", "absent.toml"], "no such file"),
@@ -436,9 +446,12 @@ def test_verify_refuses_what_it_cannot_check(
         (["eval", "absent/model/x", "--text", "TEXT"], "no such directory"),
         (["compare", "MODEL", "--text", "TEXT", "--bits", "3;4"], "'3;4' is not a whole number"),
         (["compare", "MODEL", "--text", "TEXT", "--methods", "rtn,best"], "method: 'best'"),
-        (["compare", "MODEL", "--text", "absent.txt", "--methods", "rtn", "--group-size", 16], "no such file"),
         (
-            ["compare", "MODEL", "--text", "TEXT", "--methods", "rtn,gptq", "--calibration", "absent.txt"],
+            ["compare", "MODEL", "--text", "absent.txt", "--methods", "rtn", "--group-size", 16],
+            "no such file",
+        ),
+        (
+            ["compare", "MODEL", "--text", "TEXT", "--group-size", 16, "--calibration", "absent.txt"],
             "no such file",
         ),
         (["verify", "absent/model/x"], "no bakron.json"),
@@ -489,7 +502,9 @@ def test_ctrl_c_loses_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["out.work"]
     finished = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("factors/*/*.safetensors")}
     run(*arguments, "-q", "--keep-work")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (
+        checkpoint / "model.safetensors"
+    ).read_bytes()
     assert all(path.stat().st_mtime_ns == time for path, time in finished.items())
 
 
@@ -531,7 +546,9 @@ def test_the_demo_compares_writes_and_verifies(
     assert rows[0]["perplexity"] == quality["perplexity_before"]
 
 
-def test_lines_tell_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_tell_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     lines = console.Lines()

@@ -166,6 +166,22 @@ def test_collecting_twice_gives_equal_bits_and_another_seed_other_labels(llama: 
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_have_float32_precision_whatever_the_dtype_of_the_model(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    decoder = load_decoder(tiny_decoder("llama", tmp_path / "model"), dtype=dtype)
+    case = Case(decoder, None, [make_ids(60, 0)], [])
+    stored = {name: collected(case, tmp_path / name, name) for name in ("gram", "shampoo")}
+    h = Store(tmp_path / "gram", {}).load(boundary(1))["h"]
+    name = "model.layers.1.mlp.down_proj"
+    x = decoder.run_block_capturing(1, h)[1][name].double()
+    assert_near(stored["gram"][f"{name}.H_in"], x.T @ x / len(x), 1e-5)
+    for key, value in stored["shampoo"].items():
+        assert value.dtype == torch.float32
+        assert bool((value.to(dtype).float() != value).any()), f"{key} has the precision of {dtype}"
+
+
 def test_infinite_activations_are_named(tmp_path: Path) -> None:
     decoder = load_decoder(tiny_decoder("llama", tmp_path / "model"))
     with torch.no_grad():
@@ -295,9 +311,7 @@ def test_collected_factors_approach_the_dense_fisher_of_a_whole_model(tmp_path: 
     assert_near(H_in / H_in.trace(), torch.outer(x, x) / x.dot(x))
     assert abs(float(H_in.trace() / (F.trace() * x.dot(x))) - 1) < 0.15
     assert float((H_out / x.dot(x) - F).norm() / F.norm()) < 0.25
-    data = observe(case.whole, case.sequences[0], [name])[
-        name
-    ].G  # a label from the text: the empirical Fisher
+    data = observe(case.whole, case.sequences[0], [name])[name].G  # with the text as label: empirical Fisher
     assert float((data @ data.T / x.dot(x) - F).norm() / F.norm()) > 0.5
 
 

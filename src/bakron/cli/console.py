@@ -122,8 +122,10 @@ def guarded(kept: Path | None = None) -> Iterator[None]:
         typer.echo(str(error), err=True)
         raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt:
-        resume = f"Finished work is kept in {kept}; run the same command again to resume." if kept else ""
-        typer.echo(f"\nInterrupted. {resume}".rstrip(), err=True)
+        message = "\nInterrupted."
+        if kept and kept.exists():
+            message += f" Finished work is kept in {kept}; run the same command again to resume."
+        typer.echo(message, err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 

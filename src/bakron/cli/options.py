@@ -57,6 +57,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "the method's",
             "How far sequential targets move to the original outputs, 0 to 1.",
         ),
+        "percdamp_aim": Option(
+            float,
+            "1.0",
+            "Damping of that move, in multiples of H_in's mean diagonal; more follows less noise.",
+        ),
         "percdamp_in": Option(float, "0.01", "Damping of H_in, in multiples of its mean diagonal."),
         "percdamp_out": Option(float, "2.0", "Damping of H_out, in multiples of its mean diagonal."),
         "shrink_out": Option(float, "0.0", "Shrinkage of H_out to its diagonal, 0 to 1."),

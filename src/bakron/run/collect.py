@@ -189,7 +189,8 @@ class _Sums:
     weights: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def add(self, spec: LinearSpec, x: Tensor, g: Tensor | None) -> None:
-        """Add one sequence's terms for one linear."""
+        """Add one sequence's terms for one linear, in float32 whatever the model computes in."""
+        x, g = x.float(), None if g is None else g.float()
         first = next(group[0] for group in self.decoder.groups[self.b] if spec.name in group)
         owner = first if self.estimator.shares_input else spec.name
         term_in, term_out = self.estimator.terms(x, g, self.want_in and owner == spec.name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ def demonstrate(
     What an interrupted demonstration finished is used again.  Raises MissingExtraError without the demo's packages.
     """
     directory, progress = Path(directory), progress or Silent()
-    with stage(progress, "prepare SmolLM2-135M and Wikipedia", 2):
+    # the readers of the packages' files draw bars of their own, which errors do not need
+    with stage(progress, "prepare SmolLM2-135M and Wikipedia", 2), redirect_stderr(io.StringIO()):
         model = prepare_smollm2(directory / "smollm2")
         progress.advance()
         text = prepare_wikipedia(directory / "wikipedia")

@@ -68,7 +68,7 @@ def make_plan(
     return Plan(
         model=model,
         factors=sums + largest if tokens else largest,
-        boundaries=3 * state,
+        boundaries=5 * state,
         activations=activations if tokens else 0,
         disk=boundaries + 3 * state + stored + codes,
         output=export.total_bytes,
@@ -89,5 +89,5 @@ def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need) -> float:
         with torch.no_grad():
             decoder.run_block(0, h)
         seconds.append(time.perf_counter() - started)
-    forwards = 2.5 + (5 if need.gradients else 0) + (2 if need.boundaries else 0) + (1.5 if need.H_in else 0)
+    forwards = 2.5 + (5 if need.gradients else 0) + (1 if need.boundaries else 0) + (1.5 if need.H_in else 0)
     return min(seconds) * decoder.n_blocks * sum(lengths) / max(lengths) * forwards

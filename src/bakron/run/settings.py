@@ -32,7 +32,8 @@ class Settings:
     method: "bakron" rounds in the two-sided metric, "gptq" with H_out = I, "rtn" without any Hessian.
     estimator: where the Hessians come from; None is the method's own (shampoo, gram, identity).
     inputs: "sequential" takes H_in from the already quantized prefix, "static" from the original model.
-    aim: how far sequential targets move towards the original outputs, 0 … 1; None is 1 for bakron and 0 for gptq.
+    aim: how far sequential layers that write to the hidden state move towards undoing its drift, 0 … 1; None is 1 for
+    bakron and 0 for gptq.
     percdamp_aim: damping of that move, in units of H_in's mean diagonal; more follows less of the noise.
     skip: regular expressions; linears whose name matches one are left as they are.
 
@@ -71,7 +72,7 @@ class Settings:
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}: {getattr(self, field)} must be at least 1.")
         if self.aim is not None and not 0 <= self.aim <= 1:
-            raise ConfigError(f"aim: {self.aim} is not between 0 (the layer's own weight) and 1 (the original outputs).")
+            raise ConfigError(f"aim: {self.aim} is not between 0 (the layer's own weight) and 1 (the original hidden states).")
         for field in ("percdamp_in", "percdamp_out", "percdamp_aim"):
             if not 0 <= getattr(self, field) < float("inf"):
                 raise ConfigError(f"{field}: {getattr(self, field)} must be finite and not negative.")

@@ -23,6 +23,7 @@ from bakron.run.progress import Progress, stage
 from bakron.run.settings import Settings
 from bakron.run.store import Store
 
+TOKEN_WEIGHT_LIMIT = 3  # × their median: else a few attention sinks outweigh all other tokens (docs/experiments.md)
 CERTIFICATE_LIMIT = 1e-3  # grid steps; honest float32 sweeps stay below 1e-5, a wrong code is near 0.5
 
 
@@ -68,11 +69,11 @@ def solve_model(
                     name = boundary(0) if b == 0 else _state(b)
                     loaded = (collected if b == 0 else store).load(name)["h"]
                     states = list(loaded.to(decoder.device).split(list(lengths)))
-            originals = load_states(collected, b, lengths, decoder) if collected and settings.aim_used else None
+            aims = _states_to_reach(decoder, b, collected, lengths) if collected and settings.aim_used else {}
             layers, report = {}, []
             for part in _parts(decoder, b, targets[b]) if sequential else [targets[b]]:
                 if states is not None:
-                    statistics.observe(decoder, b, part, states, originals)
+                    statistics.observe(decoder, b, part, states, aims)
                 for spec in part:
                     layer, row = _solve_linear(decoder, spec, statistics, settings, scale_dtype)
                     layers |= {f"{spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")}
@@ -108,6 +109,25 @@ def _parts(decoder: Decoder, b: int, targets: Sequence[LinearSpec]) -> list[list
     return [part for part in parts if part]
 
 
+def _states_to_reach(
+    decoder: Decoder, b: int, collected: Store, lengths: Sequence[int]
+) -> dict[str, list[Tensor]]:
+    """The original model's hidden states right after each residual writer of block b, one (T, d) a sequence.
+
+    To be called while the block still has its original weights.
+    """
+    *earlier, last = decoder.residual_writers(b) or (None,)
+    if last is None:
+        return {}
+    reached: dict[str, list[Tensor]] = {name: [] for name in earlier}
+    for h in load_states(collected, b, lengths, decoder) if earlier else ():
+        outputs = decoder.run_block_capturing(b, h, outputs=True, until=earlier[-1])[2]
+        for name in earlier:
+            h = h + outputs[name]
+            reached[name].append(h)
+    return {**reached, last: load_states(collected, b + 1, lengths, decoder)}
+
+
 def load_solved(store: Store, specs: Sequence[LinearSpec], b: int, settings: Settings) -> dict[str, SolvedLayer]:
     """The solved layers of block b by linear name."""
     tensors = store.load(solved(b))
@@ -133,7 +153,10 @@ class _Statistics:
         self, tensors: dict[str, Tensor], counts: Mapping[str, int], groups: Sequence[Sequence[str]]
     ) -> None:
         """Take over what was collected from the original model; an H_in may be stored once for a whole group."""
-        self.stored, self.counts = tensors, counts
+        self.stored, self.counts = dict(tensors), counts
+        for key, w in tensors.items():
+            if key.endswith(".token_weights"):
+                self.stored[key] = w.clamp(max=TOKEN_WEIGHT_LIMIT * float(w.median()))
         for group in groups:
             for name in group:
                 self.owner[name] = name if f"{name}.H_in" in tensors else group[0]
@@ -144,12 +167,12 @@ class _Statistics:
         b: int,
         specs: Sequence[LinearSpec],
         states: Sequence[Tensor],
-        originals: Sequence[Tensor] | None,
+        aims: Mapping[str, Sequence[Tensor]],
     ) -> None:
-        """Sum Σ w x̂x̂ᵀ, and with ``originals`` Σ w (y − ŷ) x̂ᵀ, over the block's inputs from the quantized prefix.
+        """Sum Σ w x̂x̂ᵀ over the inputs x̂ that ``specs`` get when ``states`` (of the quantized prefix) enter block b.
 
-        For a linear whose output is added to the hidden state, y − ŷ is the difference of the hidden states after
-        it: the layer is aimed at repairing what all layers before it have done to them.
+        For those whose output is added to the hidden state, and for which ``aims`` has the state h to reach
+        thereby, also Σ w (h − ĥ) x̂ᵀ, ĥ being the state reached.
         """
         lengths = [len(h) for h in states]
         self.counts = {"n_sequences": len(states), "n_tokens": sum(lengths)}
@@ -162,27 +185,23 @@ class _Statistics:
             group = next(group for group in decoder.groups[b] if spec.name in group)
             self.owner[spec.name] = spec.name if spec.name in weights else group[0]
         owners = sorted({self.owner[spec.name] for spec in specs})
-        writers = decoder.residual_writers(b) if originals is not None else ()
+        chosen = {spec.name for spec in specs}
         for index, h in enumerate(states):
             _, inputs, outputs = decoder.run_block_capturing(b, h, outputs=True, until=specs[-1].name)
             for owner in owners:
-                x = _seen(inputs, owner)
+                x = _seen(inputs, owner).float()
                 if owner in weights:
                     x = x * weights[owner][index].sqrt()[:, None]
                 _accumulate(self.H_in, owner, gram(x))
-            if originals is None:
-                continue
-            _, _, wanted = decoder.run_block_capturing(b, originals[index], outputs=True, until=specs[-1].name)
-            drift = originals[index] - h  # of the hidden state, before the linear at hand adds to it
-            for name in outputs:
-                moved = wanted[name] - outputs[name]
-                if name in writers:
-                    drift = moved = drift + moved
-                if not any(spec.name == name for spec in specs):
-                    continue
-                if name in weights:
-                    moved = moved * weights[name][index][:, None]
-                _accumulate(self.cross, name, moved.T @ inputs[name])
+            for name in aims:
+                if name not in outputs:
+                    break
+                h = h + outputs[name]
+                if name in chosen:
+                    missed = (aims[name][index] - h).float()
+                    if name in weights:
+                        missed = missed * weights[name][index][:, None]
+                    _accumulate(self.cross, name, missed.T @ inputs[name].float())
 
     def hessian(self, name: str) -> KroneckerHessian:
         """The factors to solve ``name`` with."""
