@@ -1,6 +1,6 @@
 """Peak memory of a whole run against what its plan said, measured in a process of its own.
 
-    python benchmarks/memory.py demo/smollm2 demo/wikipedia/calibration.jsonl --n-sequences 16 --sequence-length 512
+python benchmarks/memory.py demo/smollm2 demo/wikipedia/calibration.jsonl --n-sequences 16 --sequence-length 512
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import resource
 import tempfile
 from pathlib import Path
 
-import bakron
 from bakron.run.plan import Plan
 
 
@@ -35,7 +34,9 @@ def _run(arguments: argparse.Namespace, out: str, answers: multiprocessing.Queue
 
 def main() -> None:
     """Run once and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("calibration")
     parser.add_argument("--bits", type=int, default=4)

@@ -42,12 +42,17 @@ class Timed(Silent):
 
     def finish(self) -> None:
         """Say how long."""
-        print(f"{time.strftime('%H:%M:%S')}  {self.label}: {time.perf_counter() - self.started:.0f} s", flush=True)
+        print(
+            f"{time.strftime('%H:%M:%S')}  {self.label}: {time.perf_counter() - self.started:.0f} s",
+            flush=True,
+        )
 
 
 def main() -> None:
     """Measure what is missing, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("calibration")
     parser.add_argument("heldout")
@@ -57,12 +62,16 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--n-sequences", type=int, default=64)
     parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="further settings of the bakron rows")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="further settings of the bakron rows"
+    )
     parser.add_argument("--work", type=Path, default=Path("benchmarks/work"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/methods.jsonl"))
     args = parser.parse_args()
     further = {name: json.loads(value) for name, value in (item.split("=", 1) for item in args.set)}
-    done = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
+    done = (
+        [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
+    )
 
     for draw in args.draws:
         for row in args.rows:
@@ -92,12 +101,17 @@ def main() -> None:
 
 def table(results: list[dict[str, Any]], bits: list[int]) -> str:
     """A line for each row, with mean KL, KL of each draw, the ratio to ``gptq`` of the same draws, and perplexity."""
-    lines = ["| bits | row | mean KL | KL by draw | KL / gptq, same draws | perplexity |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| bits | row | mean KL | KL by draw | KL / gptq, same draws | perplexity |",
+        "|---|---|---|---|---|---|",
+    ]
     for width in bits:
         here = [r for r in results if r["bits"] == width]
         baseline = {r["draw"]: r["kl"] for r in here if r["row"] == "gptq"}
         for name in dict.fromkeys((r["row"], json.dumps(r["changed"])) for r in here):
-            rows = sorted((r for r in here if (r["row"], json.dumps(r["changed"])) == name), key=lambda r: r["draw"])
+            rows = sorted(
+                (r for r in here if (r["row"], json.dumps(r["changed"])) == name), key=lambda r: r["draw"]
+            )
             kls = [r["kl"] for r in rows]
             shared = [r["draw"] for r in rows if r["draw"] in baseline]
             ratio = (

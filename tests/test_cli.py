@@ -53,7 +53,7 @@ def run(*arguments: Any, code: int = 0) -> Any:
 
 
 def said(result: Any) -> str:
-    """The error message, which must be the only thing after the progress, on one go and without a line of code."""
+    """The one error message of a failed command."""
     assert result.stderr.count("error: ") == 1, result.stderr
     return result.stderr.partition("error: ")[2]
 
@@ -441,6 +441,7 @@ def test_verify_refuses_what_it_cannot_check(home: Path, copy: Path, monkeypatch
         (["quantize", "MODEL", "OUT", "--calibration", "TEXT", "--skip", ".*"], "no linear layer is left"),
         (["quantize", "MODEL", "OUT", "--recipe", "absent.toml"], "no such file"),
         (["quantize", "MODEL", "HOME", "--method", "rtn"], "not empty"),
+        (["quantize", "MODEL", "INSIDE", "--method", "rtn", "--group-size", 16], "Not a directory"),
         (["quantize", "MODEL", "OUT", "--method", "rtn", "--format", "gguff"], "unknown export format"),
         (["eval", "MODEL", "--text", "absent.txt"], "no such file"),
         (["eval", "absent/model/x", "--text", "TEXT"], "no such directory"),
@@ -462,6 +463,7 @@ def test_bad_input_is_one_message_before_anything_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     place = {"HOME": home, "MODEL": home / "m", "OUT": tmp_path / "out", "TEXT": home / "text.txt"}
+    place["INSIDE"] = place["TEXT"] / "out"
     result = run(*(place.get(argument, argument) for argument in arguments), code=2)
     assert message in said(result)
     assert result.stdout == ""

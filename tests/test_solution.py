@@ -108,7 +108,7 @@ def test_equal_diagonals_keep_their_order() -> None:
 
 
 def test_act_order_on_both_sides_lowers_the_loss() -> None:
-    losses = {order: 0.0 for order in ACT_ORDERS}
+    losses = dict.fromkeys(ACT_ORDERS, 0.0)
     for seed in range(6):
         case = random_case(seed, 24, 40, in_kind="outliers", out_kind="outliers")
         for order in ACT_ORDERS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import torch  # noqa: F401 - the example below needs it
 from torch import Tensor
 
 from bakron.core.hessian import KroneckerHessian
@@ -47,4 +47,6 @@ def solve(
     """
     problem = LayerProblem(name, W, KroneckerHessian(H_in, H_out), percdamp_in, percdamp_out, shrink_out)
     grid = (quantizer or Integer()).fit(W)
-    return solve_problem(problem, grid, act_order, None if kernel == "reference" else get_kernel(kernel, W.device))
+    return solve_problem(
+        problem, grid, act_order, None if kernel == "reference" else get_kernel(kernel, W.device)
+    )

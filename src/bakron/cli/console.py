@@ -111,13 +111,15 @@ def listener(quiet: bool) -> Any:
 
 @contextmanager
 def guarded(kept: Path | None = None) -> Iterator[None]:
-    """Within, a named error becomes one message and exit code 2, Ctrl-C a message and 130; no tracebacks.
+    """Within, a named error or one of the file system becomes one message and exit code 2, Ctrl-C one and 130.
 
     kept: the directory where finished work is kept, if this command has one.
     """
     try:
         yield
-    except BakronError as error:
+    except BrokenPipeError:  # the reader of our output has gone
+        raise
+    except (BakronError, OSError) as error:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
         typer.echo(str(error), err=True)
         raise typer.Exit(BAD_INPUT) from None

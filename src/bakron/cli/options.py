@@ -70,7 +70,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "both",
             "Sides that are rounded in descending order of their Hessian's diagonal.",
         ),
-        "kernel": Option(str, "auto", "Code that rounds a tile: auto, torch, numba or triton."),
+        "kernel": Option(str, "auto", "Code that rounds a tile: auto, torch or numba."),
     },
     DATA: {
         "calibration": Option(

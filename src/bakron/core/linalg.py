@@ -62,9 +62,13 @@ def factorise(H: Tensor, percdamp: float, name: str) -> Factor:
     An index-reversed Cholesky and no inverse. If it fails, percdamp is raised tenfold, up to ``MAX_PERCDAMP``,
     and the value used is in the result. An all-zero H (nothing was ever seen) gives U = I, D = 0.
 
-    Raises NotPositiveDefiniteError.
+    Raises NotPositiveDefiniteError, NonFiniteError.
     """
     n = H.shape[0]
+    if not (0 <= percdamp < float("inf")) or not bool(torch.isfinite(H).all()):
+        raise NonFiniteError(
+            f"{name}: NaN or infinite entries, or percdamp {percdamp} that is not finite and ≥ 0."
+        )
     mean = float(H.diagonal().mean()) if n else 0.0
     if not H.any():
         return Factor(torch.eye(n, dtype=H.dtype, device=H.device), H.new_zeros(n), percdamp)
@@ -91,7 +95,10 @@ def factorise(H: Tensor, percdamp: float, name: str) -> Factor:
 
 
 def solve_right(B: Tensor, H: Tensor, percdamp: float, name: str) -> Tensor:
-    """``B (H + percdamp·mean(diag H)·I)⁻¹`` for B (m, n), in float64; raises NotPositiveDefiniteError."""
+    """``B (H + percdamp·mean(diag H)·I)⁻¹`` for B (m, n), in float64; B itself where H is all zero.
+
+    Raises NotPositiveDefiniteError, NonFiniteError.
+    """
     factor = factorise(H, percdamp, name)
     D = torch.where(factor.D > 0, factor.D, 1.0)
     Z = torch.linalg.solve_triangular(factor.U.T, B.to(torch.float64), upper=False, left=False)

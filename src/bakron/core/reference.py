@@ -30,9 +30,7 @@ def round_in_order(
     codes = torch.zeros(m, n, dtype=torch.int16)
     for i, j in order or ((i, j) for i in range(m) for j in range(n)):
         correction = U_out[: i + 1, i] @ E[: i + 1, : j + 1] @ U_in[: j + 1, j]  # E[i, j] is still zero
-        cell = ScalarGrid(
-            grid.levels, grid.scale[i : i + 1], grid.zero[i : i + 1], grid.group[j : j + 1]
-        )
+        cell = ScalarGrid(grid.levels, grid.scale[i : i + 1], grid.zero[i : i + 1], grid.group[j : j + 1])
         codes[i, j] = cell.nearest((W[i, j] - correction).view(1, 1))[0, 0]
         E[i, j] = cell.values(codes[i : i + 1, j : j + 1])[0, 0] - W[i, j]
     return codes

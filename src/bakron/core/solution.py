@@ -52,7 +52,9 @@ class LayerProblem:
 
     def __post_init__(self) -> None:
         if self.weight.ndim != 2:
-            raise ShapeError(f"{self.name}: the weight must be a matrix, got shape {tuple(self.weight.shape)}.")
+            raise ShapeError(
+                f"{self.name}: the weight must be a matrix, got shape {tuple(self.weight.shape)}."
+            )
         if not torch.isfinite(self.weight).all():
             bad = int((~torch.isfinite(self.weight)).sum())
             raise NonFiniteError(
@@ -61,7 +63,9 @@ class LayerProblem:
         for setting in ("percdamp_in", "percdamp_out", "shrink_out"):
             value = getattr(self, setting)
             if not 0 <= value < float("inf") or (setting == "shrink_out" and value > 1):
-                raise ConfigError(f"{self.name}: {setting} is {value}, it must be finite, ≥ 0 (shrink_out ≤ 1).")
+                raise ConfigError(
+                    f"{self.name}: {setting} is {value}, it must be finite, ≥ 0 (shrink_out ≤ 1)."
+                )
 
     @cached_property
     def H_in(self) -> Tensor | None:
@@ -82,7 +86,9 @@ class LayerProblem:
 
     def loss(self, weight: Tensor) -> float:
         """f(weight − W) on the undamped Hessian."""
-        return KroneckerHessian(self.H_in, self.H_out).loss(weight.to(torch.float64) - self.weight.to(torch.float64))
+        return KroneckerHessian(self.H_in, self.H_out).loss(
+            weight.to(torch.float64) - self.weight.to(torch.float64)
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,9 @@ class Solution:
     @cached_property
     def loss_rtn(self) -> float:
         """The same loss of round-to-nearest on the same grid."""
-        return self.problem.loss(self.grid.values(self.grid.nearest(self.problem.weight.to(self.grid.scale.dtype))))
+        return self.problem.loss(
+            self.grid.values(self.grid.nearest(self.problem.weight.to(self.grid.scale.dtype)))
+        )
 
     @cached_property
     def loss_gptq(self) -> float:
@@ -118,7 +126,9 @@ class Solution:
         if self.problem.H_out is None:
             return self.loss
         order: ActOrder = "in" if self.act_order in ("in", "both") else "none"
-        return self.problem.loss(solve_problem(self.problem.one_sided(), self.grid, order, self.kernel).weight)
+        return self.problem.loss(
+            solve_problem(self.problem.one_sided(), self.grid, order, self.kernel).weight
+        )
 
 
 def solve_problem(

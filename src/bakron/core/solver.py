@@ -42,7 +42,12 @@ TileKernel = Callable[[Sweep, int, int, int, int], None]
 
 
 def sweep(
-    W: Tensor, grid: ScalarGrid, U_in: Tensor | None, U_out: Tensor | None, kernel: TileKernel, tile: int = TILE
+    W: Tensor,
+    grid: ScalarGrid,
+    U_in: Tensor | None,
+    U_out: Tensor | None,
+    kernel: TileKernel,
+    tile: int = TILE,
 ) -> Tensor:
     """Round every entry of ``W`` (m, n) on the frozen ``grid`` in the product order; returns int16 codes (m, n).
 

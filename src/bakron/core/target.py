@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bakron.core.linalg import check_hessian, solve_right
+from bakron.errors import NonFiniteError
 
 
 def aimed_weight(W: Tensor, cross: Tensor, H_in: Tensor, percdamp: float, aim: float, name: str) -> Tensor:
@@ -16,5 +18,10 @@ def aimed_weight(W: Tensor, cross: Tensor, H_in: Tensor, percdamp: float, aim: f
     output as the goal.)
     Raises ShapeError, NonFiniteError, NotPositiveDefiniteError.
     """
+    if cross.shape != W.shape or not bool(torch.isfinite(cross).all()):
+        raise NonFiniteError(
+            f"{name}: the {tuple(cross.shape)} correlation of missed outputs and inputs holds NaN or infinities, or is not "
+            f"{tuple(W.shape)}: the model overflows on the calibration text; use dtype float32."
+        )
     H_in = check_hessian(H_in, W.shape[1], f"{name}: H_in")
     return W + aim * solve_right(cross, H_in, percdamp, f"{name}: H_in").to(W.dtype)

@@ -32,7 +32,7 @@ def pack_unsigned(codes: Tensor, bits: int) -> Tensor:
     tensor([-2147482847], dtype=torch.int32)
     """
     _check(bits)
-    if codes.numel() and not (0 <= int(codes.min()) and int(codes.max()) < 1 << bits):
+    if codes.numel() and not (int(codes.min()) >= 0 and int(codes.max()) < 1 << bits):
         seen = f"{int(codes.min())} to {int(codes.max())}"
         raise FormatError(f"codes of {bits} bits must lie in 0 to {(1 << bits) - 1}, seen {seen}")
     n = codes.shape[-1]

@@ -160,6 +160,7 @@ def _write_shards(directory: Path, units: Iterator[dict[str, Tensor]], max_bytes
 
 def _flush(file: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors makes files that only their owner reads
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 

@@ -14,7 +14,9 @@ _ABSENT = {np.dtype(t): np.empty((0, 0), t) for t in (np.float32, np.float64)}
 def round_tile(s: Sweep, r0: int, r1: int, c0: int, c1: int) -> None:
     """Round rows r0:r1, columns c0:c1 of the sweep; see ``core.solver.TileKernel``. Raises ConfigError off the CPU."""
     if s.W.device.type != "cpu":
-        raise ConfigError(f"kernel numba runs on the CPU, the weight is on {s.W.device}: choose kernel torch.")
+        raise ConfigError(
+            f"kernel numba runs on the CPU, the weight is on {s.W.device}: choose kernel torch."
+        )
     W = s.W.numpy()
     absent = _ABSENT[W.dtype]
     _round(

@@ -172,7 +172,9 @@ class Decoder:
                 share = torch.linalg.lstsq(columns.cpu(), added.cpu()[:, None]).solution[:, 0]
                 miss = float((columns.cpu() @ share.round() - added.cpu()).norm() / added.norm())
                 if miss < 32 * torch.finfo(self.dtype).eps * float(h.norm() / added.norm()) + 1e-6:
-                    self._writers[b] = tuple(n for n, s in zip(names, share.round().tolist(), strict=True) if s == 1)
+                    self._writers[b] = tuple(
+                        n for n, s in zip(names, share.round().tolist(), strict=True) if s == 1
+                    )
         return self._writers[b]
 
     def backward_block(

@@ -89,7 +89,7 @@ class Integer:
         """``scale`` as the checkpoint will hold it; 1 for groups of zeros, never 0 or infinite."""
         dtype = self.scale_dtype or scale.dtype
         limits = torch.finfo(dtype)
-        stored = scale.clamp(limits.tiny, limits.max).to(dtype).to(scale.dtype)
+        stored = scale.clamp(limits.tiny * limits.eps, limits.max).to(dtype).to(scale.dtype)
         return torch.where(scale > 0, stored, torch.ones_like(scale))
 
     def _error(self, groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bakron.core.layers import LinearSpec
 from bakron.errors import NonFiniteError
 from bakron.estimators import Estimator, get_estimator
 from bakron.models import Decoder
@@ -101,7 +100,7 @@ def _forward(
                 if sums:
                     states[index], inputs = decoder.run_block_capturing(b, h)
                     for spec in decoder.linears[b]:
-                        sums.add(spec, inputs[spec.name], None)
+                        sums.add(spec.name, inputs[spec.name], None)
                 else:
                     with torch.no_grad():
                         states[index] = decoder.run_block(b, h)
@@ -142,7 +141,9 @@ def _sample(log_p: Tensor, generator: torch.Generator) -> Tensor:
     """One label (t, 1) a row of log_p (t, V), by the inverse of the cumulative distribution."""
     cumulative = log_p.exp().cumsum(-1, dtype=torch.float64)
     uniform = torch.rand(len(log_p), 1, generator=generator, dtype=torch.float64).to(log_p.device)
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp(max=log_p.shape[1] - 1)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp(
+        max=log_p.shape[1] - 1
+    )
 
 
 def _backward(
@@ -162,13 +163,8 @@ def _backward(
             states = load_states(store, b, lengths, decoder)
             gradients = list(store.load(_gradient(b + 1))["g"].to(decoder.device).split(lengths))
             sums = _Sums(decoder, b, get_estimator(need.estimator), need.H_in)
-            by_name = {spec.name: spec for spec in decoder.linears[b]}
             for index, h in enumerate(states):
-
-                def add(name: str, x: Tensor, g: Tensor, sums: _Sums = sums) -> None:
-                    sums.add(by_name[name], x, g)
-
-                gradients[index] = decoder.backward_block(b, h, gradients[index], add)
+                gradients[index] = decoder.backward_block(b, h, gradients[index], sums.add)
                 check_finite(gradients[index], f"gradient at block {b}", index)
                 progress.advance()
             if b:
@@ -188,13 +184,13 @@ class _Sums:
     sums: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, spec: LinearSpec, x: Tensor, g: Tensor | None) -> None:
+    def add(self, name: str, x: Tensor, g: Tensor | None) -> None:
         """Add one sequence's terms for one linear, in float32 whatever the model computes in."""
         x, g = x.float(), None if g is None else g.float()
-        first = next(group[0] for group in self.decoder.groups[self.b] if spec.name in group)
-        owner = first if self.estimator.shares_input else spec.name
-        term_in, term_out = self.estimator.terms(x, g, self.want_in and owner == spec.name)
-        for key, term in ((f"{spec.name}.H_in", term_in), (f"{spec.name}.H_out", term_out)):
+        first = next(group[0] for group in self.decoder.groups[self.b] if name in group)
+        owner = first if self.estimator.shares_input else name
+        term_in, term_out = self.estimator.terms(x, g, self.want_in and owner == name)
+        for key, term in ((f"{name}.H_in", term_in), (f"{name}.H_out", term_out)):
             if term is None:
                 continue
             if key not in self.sums:
@@ -202,7 +198,7 @@ class _Sums:
             self.sums[key] += term
         weights = self.estimator.token_weights(g)
         if weights is not None:
-            self.weights.setdefault(f"{spec.name}.token_weights", []).append(weights)
+            self.weights.setdefault(f"{name}.token_weights", []).append(weights)
 
     def finish(self, n_sequences: int, n_tokens: int) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The means in float32, the token weights, and the counts."""

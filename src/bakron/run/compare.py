@@ -80,7 +80,9 @@ def _require_same_data(variants: dict[str, Settings]) -> None:
     for name in ("calibration", "n_sequences", "sequence_length", "sampling", "seed", "device", "dtype"):
         values = {getattr(settings, name) for settings in variants.values()}
         if len(values) > 1:
-            raise ConfigError(f"compare: {name} must be the same for all methods, seen {sorted(map(str, values))}.")
+            raise ConfigError(
+                f"compare: {name} must be the same for all methods, seen {sorted(map(str, values))}."
+            )
 
 
 def _together(plans: Sequence[Plan]) -> Plan:

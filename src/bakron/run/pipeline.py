@@ -65,7 +65,9 @@ class Job:
         ]
         flat = [spec for specs in self.targets for spec in specs]
         if not flat:
-            raise ModelError(f"{self.model}: no linear layer is left to quantize; skip = {list(settings.skip)}.")
+            raise ModelError(
+                f"{self.model}: no linear layer is left to quantize; skip = {list(settings.skip)}."
+            )
         self.exporter = get_exporter(settings.format)
         self.exporter.check(flat, settings.scheme)
         self.export_plan: ExportPlan = plan_export(
@@ -124,7 +126,12 @@ class Job:
     def solved(self) -> Store:
         """The store of solved layers."""
         settings = dataclasses.asdict(self.settings)
-        for name in ("calibration", "format", "device", "dtype"):  # in data_facts, or without influence on the codes
+        for name in (
+            "calibration",
+            "format",
+            "device",
+            "dtype",
+        ):  # in data_facts, or without influence on the codes
             del settings[name]
         facts = {**self.data_facts, **settings, "scale_dtype": str(self.export_plan.scale_dtype)}
         facts |= {"estimator": self.settings.estimator_name, "aim": self.settings.aim_used}
@@ -132,7 +139,9 @@ class Job:
 
     def plan(self) -> Plan:
         """Memory, disk and time that the run will need."""
-        return make_plan(self.decoder, self.targets, [len(ids) for ids in self.sequences], self.need, self.export_plan)
+        return make_plan(
+            self.decoder, self.targets, [len(ids) for ids in self.sequences], self.need, self.export_plan
+        )
 
     def reload(self) -> None:
         """Take the original weights again."""
@@ -141,7 +150,9 @@ class Job:
     def collect(self) -> None:
         """First stage."""
         if self.settings.needs_data:
-            collect(self.decoder, self.sequences, self.need, self.collected, self.settings.seed, self.progress)
+            collect(
+                self.decoder, self.sequences, self.need, self.collected, self.settings.seed, self.progress
+            )
 
     def solve(self) -> None:
         """Second stage; the decoder ends up with the quantized weights."""
@@ -179,7 +190,9 @@ class Job:
         def layer(spec: LinearSpec) -> SolvedLayer:
             if spec.block not in blocks:
                 blocks.clear()  # one block in memory
-                blocks[spec.block] = load_solved(self.solved, self.targets[spec.block], spec.block, self.settings)
+                blocks[spec.block] = load_solved(
+                    self.solved, self.targets[spec.block], spec.block, self.settings
+                )
             return blocks[spec.block][spec.name]
 
         with stage(self.progress, "export", self.export_plan.n_tensors):
@@ -203,7 +216,9 @@ class Job:
         assert settings.calibration is not None
         length = settings.sequence_length
         if length > decoder.max_length:
-            self.progress.note(f"sequence_length {length} is clamped to the model's maximum {decoder.max_length}.")
+            self.progress.note(
+                f"sequence_length {length} is clamped to the model's maximum {decoder.max_length}."
+            )
             length = decoder.max_length
         sequences = load_sequences(
             settings.calibration,
@@ -247,7 +262,10 @@ class Job:
             "calibration": calibration,
             "quality": quality,
             "usage": self.exporter.usage(settings.scheme),
-            "settings": {**dataclasses.asdict(settings), "calibration": Path(settings.calibration or "").name or None},
+            "settings": {
+                **dataclasses.asdict(settings),
+                "calibration": Path(settings.calibration or "").name or None,
+            },
             "version": version("bakron"),
         }
 

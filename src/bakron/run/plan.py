@@ -56,7 +56,9 @@ def make_plan(
     block = max(range(decoder.n_blocks), key=lambda b: sum(s.d_in**2 for s in decoder.linears[b]))
     specs = decoder.linears[block]
     # float64 sums of H_in and (y − ŷ)x̂ᵀ while the float32 H_out of the block are loaded, and one linear's solve
-    sums = sum(8 * s.d_in**2 + 8 * s.d_out * s.d_in + 4 * (s.d_out**2 if need.gradients else 0) for s in specs)
+    sums = sum(
+        8 * s.d_in**2 + 8 * s.d_out * s.d_in + 4 * (s.d_out**2 if need.gradients else 0) for s in specs
+    )
     largest = max(4 * MATRICES_IN_SOLVE * s.d_out * s.d_in + 24 * (s.d_in**2 + s.d_out**2) for s in specs)
     state = tokens * decoder.hidden_size * itemsize
     wide = sum(s.d_in + s.d_out for s in specs)

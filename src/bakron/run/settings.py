@@ -72,7 +72,9 @@ class Settings:
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}: {getattr(self, field)} must be at least 1.")
         if self.aim is not None and not 0 <= self.aim <= 1:
-            raise ConfigError(f"aim: {self.aim} is not between 0 (the layer's own weight) and 1 (the original hidden states).")
+            raise ConfigError(
+                f"aim: {self.aim} is not between 0 (the layer's own weight) and 1 (the original hidden states)."
+            )
         for field in ("percdamp_in", "percdamp_out", "percdamp_aim"):
             if not 0 <= getattr(self, field) < float("inf"):
                 raise ConfigError(f"{field}: {getattr(self, field)} must be finite and not negative.")
@@ -86,7 +88,9 @@ class Settings:
         self.quantizer(None)
         get_estimator(self.estimator_name)
         if self.method == "rtn" and self.estimator not in (None, "identity"):
-            raise ConfigError(f"estimator: method rtn uses no Hessian, but estimator {self.estimator!r} was given.")
+            raise ConfigError(
+                f"estimator: method rtn uses no Hessian, but estimator {self.estimator!r} was given."
+            )
 
     @property
     def estimator_name(self) -> str:
@@ -135,7 +139,9 @@ class Settings:
         for key, value in values.items():
             if key not in known:
                 close = difflib.get_close_matches(key, known, 1)
-                raise ConfigError(f"unknown setting {key!r}" + (f"; did you mean {close[0]!r}?" if close else "."))
+                raise ConfigError(
+                    f"unknown setting {key!r}" + (f"; did you mean {close[0]!r}?" if close else ".")
+                )
             values[key] = _of_type(key, value, str(known[key].type))
         return cls(**values)
 
@@ -157,7 +163,9 @@ def _of_type(key: str, value: Any, annotation: str) -> Any:
         value = tuple(value) if isinstance(value, list | tuple) else (value,)
         wanted = (tuple,)
     elif annotation.startswith(("int", "bool", "float")):
-        wanted = {"int": (int,), "bool": (bool,), "flo": (float, int)}[annotation[:3] if annotation[0] != "b" else "bool"]
+        wanted = {"int": (int,), "bool": (bool,), "flo": (float, int)}[
+            annotation[:3] if annotation[0] != "b" else "bool"
+        ]
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
         raise ConfigError(f"{key}: {value!r} is a {type(value).__name__}, expected {annotation}.")
     return value

@@ -23,7 +23,9 @@ from bakron.run.progress import Progress, stage
 from bakron.run.settings import Settings
 from bakron.run.store import Store
 
-TOKEN_WEIGHT_LIMIT = 3  # × their median: else a few attention sinks outweigh all other tokens (docs/experiments.md)
+TOKEN_WEIGHT_LIMIT = (
+    3  # × their median: else a few attention sinks outweigh all other tokens (docs/experiments.md)
+)
 CERTIFICATE_LIMIT = 1e-3  # grid steps; honest float32 sweeps stay below 1e-5, a wrong code is near 0.5
 
 
@@ -76,7 +78,9 @@ def solve_model(
                     statistics.observe(decoder, b, part, states, aims)
                 for spec in part:
                     layer, row = _solve_linear(decoder, spec, statistics, settings, scale_dtype)
-                    layers |= {f"{spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")}
+                    layers |= {
+                        f"{spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")
+                    }
                     report.append(row)
                     if sequential:
                         decoder.set_weight(spec.name, layer.weight(decoder.dtype))
@@ -128,7 +132,9 @@ def _states_to_reach(
     return {**reached, last: load_states(collected, b + 1, lengths, decoder)}
 
 
-def load_solved(store: Store, specs: Sequence[LinearSpec], b: int, settings: Settings) -> dict[str, SolvedLayer]:
+def load_solved(
+    store: Store, specs: Sequence[LinearSpec], b: int, settings: Settings
+) -> dict[str, SolvedLayer]:
     """The solved layers of block b by linear name."""
     tensors = store.load(solved(b))
     return {
@@ -214,7 +220,9 @@ class _Statistics:
 
 def _seen(inputs: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in inputs:
-        raise ModelError(f"{name}: did not run on a calibration sequence, so nothing is known about it; list it in skip.")
+        raise ModelError(
+            f"{name}: did not run on a calibration sequence, so nothing is known about it; list it in skip."
+        )
     return inputs[name]
 
 

@@ -61,12 +61,16 @@ class Store:
             with safe_open(path, framework="pt") as file:
                 return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ResumeError(f"{path}: cannot be read ({error}). Delete it and run again to recompute it.") from error
+            raise ResumeError(
+                f"{path}: cannot be read ({error}). Delete it and run again to recompute it."
+            ) from error
 
     def metadata(self, name: str) -> dict[str, Any]:
         """The metadata that a finished piece was saved with."""
         with safe_open(self.path / f"{name}.safetensors", framework="pt") as file:
-            return {key: json.loads(value) for key, value in (file.metadata() or {}).items() if key != "format"}
+            return {
+                key: json.loads(value) for key, value in (file.metadata() or {}).items() if key != "format"
+            }
 
     def remove(self, name: str) -> None:
         """Drop a piece that is no longer needed."""
