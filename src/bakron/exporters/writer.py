@@ -55,7 +55,7 @@ def write_checkpoint(
     left behind and what was in out is untouched.
     """
     source, out = Path(source), Path(out)
-    _check_output(source, out, overwrite)
+    check_output(source, out, overwrite)
     plan = plan_export(source, exporter, list(layers), scheme)
     checkpoint = Checkpoint(source)
     _check_ignore(layers, ignore)
@@ -79,7 +79,7 @@ def write_checkpoint(
     return out
 
 
-def _check_output(source: Path, out: Path, overwrite: bool) -> None:
+def check_output(source: Path, out: Path, overwrite: bool) -> None:
     """Refuse to touch the source or anything that is not empty, unless it is a checkpoint to be overwritten."""
     here, there = source.resolve(), out.resolve()
     if here == there or here in there.parents or there in here.parents:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from functools import cached_property
@@ -23,7 +22,7 @@ from bakron.estimators import get_estimator
 from bakron.exporters import get_exporter
 from bakron.exporters.card import model_card
 from bakron.exporters.plan import ExportPlan, plan_export
-from bakron.exporters.writer import write_checkpoint
+from bakron.exporters.writer import check_output, write_checkpoint
 from bakron.models import Decoder, load_decoder
 from bakron.run.collect import Need, collect
 from bakron.run.evaluation import Evaluation
@@ -31,7 +30,7 @@ from bakron.run.plan import Plan, make_plan
 from bakron.run.progress import Progress, Silent, stage
 from bakron.run.settings import Settings
 from bakron.run.solve import load_solved, solve_model, solved
-from bakron.run.store import Store, model_fingerprint, require_space, tensor_sha256
+from bakron.run.store import Store, model_fingerprint, remove_work, require_space, tensor_sha256
 
 REPORT = "bakron.json"
 
@@ -111,6 +110,9 @@ class Job:
         return {
             "model": model_fingerprint(self.source),
             "calibration": fingerprint(self.sequences),
+            "n_sequences": self.settings.n_sequences,
+            "sequence_length": self.settings.sequence_length,
+            "sampling": self.settings.sampling,
             "seed": self.settings.seed,
             "dtype": str(self.decoder.dtype),
             "device": self.decoder.device.type,
@@ -276,7 +278,8 @@ class Job:
             for layer in load_solved(self.solved, specs, b, self.settings).values():
                 digests[layer.spec.name] = tensor_sha256(layer.weight())
         facts = {key: value for key, value in self._facts(quality).items() if key not in ("usage", "title")}
-        return {**facts, "layers": self.report(), "sha256": digests}
+        layers = [{key: value for key, value in row.items() if key != "seconds"} for row in self.report()]
+        return {**facts, "layers": layers, "sha256": digests}  # no times: the same run gives the same bytes
 
 
 def load(model: str | Path, settings: Settings | None = None) -> Decoder:
@@ -319,11 +322,14 @@ def quantize(
     require_free_output(out, overwrite)
     work = Path(work) if work else out.with_name(out.name + ".work")
     job = Job(str(model), chosen, work, progress or Silent())
+    check_output(job.source, out, overwrite)
     held_out = Evaluation.of(job.decoder, evaluation) if evaluation else None
     plan = job.plan()
     if on_plan:
         on_plan(plan)
     require_space(work, plan.disk, "the work directory")
+    require_space(out, plan.output, "the checkpoint")
+    job.solved  # noqa: B018 - refuses layers solved with other settings before anything is collected
     before = held_out.reference(job.decoder, job.progress) if held_out else None
     job.collect()
     job.solve()
@@ -332,7 +338,7 @@ def quantize(
         quality = held_out.facts(before[1], held_out.of_model(job.decoder, before[0], job.progress))
     job.export(out, quality, overwrite)
     if not keep_work:
-        shutil.rmtree(work)
+        remove_work(work)
     return json.loads((out / REPORT).read_text())
 
 

@@ -17,6 +17,7 @@ from bakron.core.layers import Scheme
 from bakron.core.solution import ActOrder
 from bakron.errors import ConfigError
 from bakron.estimators import get_estimator
+from bakron.kernels import kernel_names
 from bakron.quantizers.integer import Integer
 
 Method = Literal["bakron", "gptq", "rtn"]
@@ -87,6 +88,9 @@ class Settings:
                 raise ConfigError(f"skip: {pattern!r} is not a regular expression: {error}.") from error
         self.quantizer(None)
         get_estimator(self.estimator_name)
+        if self.kernel not in ("auto", "reference", *kernel_names()):
+            known = ", ".join(["auto", "reference", *kernel_names()])
+            raise ConfigError(f"kernel: {self.kernel!r} is not one of {known}.")
         if self.method == "rtn" and self.estimator not in (None, "identity"):
             raise ConfigError(
                 f"estimator: method rtn uses no Hessian, but estimator {self.estimator!r} was given."
@@ -132,7 +136,9 @@ class Settings:
                 values = tomllib.loads(Path(recipe).read_text())
             except FileNotFoundError as error:
                 raise ConfigError(f"recipe {recipe}: there is no such file.") from error
-            except tomllib.TOMLDecodeError as error:
+            except OSError as error:
+                raise ConfigError(f"recipe {recipe}: cannot be read ({error.strerror}).") from error
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(f"recipe {recipe}: not valid TOML: {error}.") from error
         values |= {key: value for key, value in overrides.items() if value is not None}
         known = {field.name: field for field in dataclasses.fields(cls)}
@@ -160,8 +166,9 @@ def _of_type(key: str, value: Any, annotation: str) -> Any:
     """``value`` if it fits the field's annotation (a whole number passes for a float). Raises ConfigError."""
     wanted: tuple[type, ...] = (str,)
     if annotation.startswith("tuple"):
-        value = tuple(value) if isinstance(value, list | tuple) else (value,)
-        wanted = (tuple,)
+        parts = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if all(isinstance(part, str) for part in parts):
+            return parts
     elif annotation.startswith(("int", "bool", "float")):
         wanted = {"int": (int,), "bool": (bool,), "flo": (float, int)}[
             annotation[:3] if annotation[0] != "b" else "bool"

@@ -105,6 +105,14 @@ def model_fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def remove_work(work: Path) -> None:
+    """Drop all that runs write into ``work``, and the directory itself if nothing else is in it."""
+    for name in ("collected", "solved", "runs"):
+        shutil.rmtree(work / name, ignore_errors=True)
+    if not any(work.iterdir()):
+        work.rmdir()
+
+
 def require_space(path: Path, needed: int, purpose: str) -> None:
     """Raise DiskSpaceError when the disk of ``path`` has less than ``needed`` bytes left."""
     while not path.exists():
