@@ -152,7 +152,7 @@ def show_plan(plan: Any) -> None:
 def show_layers(record: dict[str, Any]) -> None:
     """A row for each kind of linear of a finished checkpoint, summed over the blocks, on stdout."""
     title = f"{record['method']}, {record['bits']} bit, {record['bits_per_weight']:.3f} bits per weight"
-    table = _table("linears", "count", "loss / RTN's", "clipped", "worst certificate", "seconds")
+    table = _table("linears", "count", "loss / RTN's", "clipped", "worst certificate")
     for kind, rows in _by_kind(record["layers"]).items():
         rtn = sum(row["loss_rtn"] for row in rows)
         ratio = sum(row["loss"] for row in rows) / rtn if rtn else 1.0
@@ -162,7 +162,6 @@ def show_layers(record: dict[str, Any]) -> None:
             f"{ratio:.4f}",
             f"{sum(row['clip_rate'] for row in rows) / len(rows):.2%}",
             f"{max(max(row['certificate']) for row in rows):.1e}",
-            f"{sum(row['seconds'] for row in rows):.1f}",
         )
     _print(title, table)
     quality = record.get("quality")
