@@ -711,14 +711,24 @@ def test_only_format_may_change_after_a_solve(
     assert "model.layers.0.mlp.up_proj.weight_packed" in packed
 
 
-def test_a_damaged_piece_is_named(llama: Path, text: Path, tmp_path: Path, whole_run: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["solved/solved/0001", "collected/factors/shampoo/0001", "collected/boundaries/0000"]
+)
+def test_a_damaged_piece_is_named_and_doing_what_the_message_says_helps(
+    llama: Path, text: Path, tmp_path: Path, whole_run: Path, name: str
+) -> None:
     work = shutil.copytree(whole_run.with_name("whole.work"), tmp_path / "work")
-    damaged = work / "solved" / "solved" / "0001.safetensors"
+    damaged = work / f"{name}.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:100])
-    with pytest.raises(ResumeError, match=re.escape(str(damaged))):
+    if name.startswith("collected"):
+        shutil.rmtree(work / "solved")
+    with pytest.raises(ResumeError, match=re.escape(str(damaged))) as raised:
         quantize(llama, tmp_path / "out", work=work, calibration=text, **BASE)
-    damaged.unlink()
-    (work / "solved" / "states").mkdir(exist_ok=True)
+    advice = re.search(r"Delete (\S+) and run again", str(raised.value))
+    assert advice
+    shutil.rmtree(advice.group(1))
+    quantize(llama, tmp_path / "out", work=work, calibration=text, **BASE)
+    assert_identical(tmp_path / "out", whole_run)
 
 
 def test_a_store_holds_pieces_and_their_metadata(tmp_path: Path) -> None:
@@ -832,7 +842,7 @@ def test_an_output_around_or_inside_the_model_is_refused_before_work(
     model = shutil.copytree(llama, tmp_path / "model")
     before = contents(model)
     refused(OutputExistsError, "contain", model, model / "out", calibration=text)
-    refused(OutputExistsError, "", model, model, calibration=text, absent=False, overwrite=True)
+    refused(OutputExistsError, "contain", model, model, calibration=text, absent=False, overwrite=True)
     assert contents(model) == before
 
 

@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "aim": Option(
             float,
             "the method's",
-            "How far sequential targets move to the original outputs, 0 to 1.",
+            "How far sequential layers that write to the hidden state go to undo its drift, 0 to 1.",
         ),
         "percdamp_aim": Option(
             float,

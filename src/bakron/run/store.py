@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +58,26 @@ class Store:
 
     def load(self, name: str) -> dict[str, Tensor]:
         """The tensors of a finished piece. Raises ResumeError when the file is damaged."""
-        path = self.path / f"{name}.safetensors"
-        try:
-            with safe_open(path, framework="pt") as file:
-                return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ResumeError(
-                f"{path}: cannot be read ({error}). Delete it and run again to recompute it."
-            ) from error
+        with self._open(name) as file:
+            return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
 
     def metadata(self, name: str) -> dict[str, Any]:
-        """The metadata that a finished piece was saved with."""
-        with safe_open(self.path / f"{name}.safetensors", framework="pt") as file:
+        """The metadata that a finished piece was saved with. Raises ResumeError when the file is damaged."""
+        with self._open(name) as file:
             return {
                 key: json.loads(value) for key, value in (file.metadata() or {}).items() if key != "format"
             }
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
+        path = self.path / f"{name}.safetensors"
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise ResumeError(
+                f"{path}: cannot be read ({error}). Delete {self.path} and run again to make it anew."
+            ) from error
 
     def remove(self, name: str) -> None:
         """Drop a piece that is no longer needed."""
