@@ -53,3 +53,7 @@ class MissingExtraError(BakronError):
 
 class VerificationError(BakronError):
     """A checkpoint on disk is not what was solved; the message lists the layers that differ."""
+
+
+class CertificateError(BakronError, ArithmeticError):
+    """A kernel returned codes that are not those of the sweep's own definition."""

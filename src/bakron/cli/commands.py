@@ -196,9 +196,8 @@ def compare(
     """Compare methods on one model: one collection, one held-out text, one table."""
     work = work or Path(Path(model).resolve().name + ".compare.work")
     with guarded(work):
-        import shutil
-
         from bakron.run.compare import compare as run
+        from bakron.run.store import remove_work
         from bakron.run.variants import make_variants
 
         rows = run(
@@ -212,7 +211,7 @@ def compare(
             on_plan=None if quiet else show_plan,
         )
         if not keep_work:
-            shutil.rmtree(work)
+            remove_work(work)
         print_json(rows) if as_json else show_quality(rows)
 
 

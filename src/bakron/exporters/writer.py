@@ -1,6 +1,6 @@
 """Streams a source checkpoint into a new one with the quantized weights replaced: atomic, checked, deterministic.
 
-Everything is written into a sibling directory ``.NAME.PID.partial`` that is renamed at the end, so that the output
+Everything is written into a sibling directory ``.NAME.partial`` that is renamed at the end, so that the output
 is either absent or whole. Tensors that are not quantized are copied bit for bit; at most one shard is in memory.
 """
 
@@ -61,7 +61,7 @@ def write_checkpoint(
     _check_ignore(layers, ignore)
     out.parent.mkdir(parents=True, exist_ok=True)
     check_disk(out.parent, plan)
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    partial = out.parent / f".{out.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:

@@ -329,7 +329,8 @@ def quantize(
         on_plan(plan)
     require_space(work, plan.disk, "the work directory")
     require_space(out, plan.output, "the checkpoint")
-    job.solved  # noqa: B018 - refuses layers solved with other settings before anything is collected
+    if (work / "solved").exists():
+        job.solved  # noqa: B018 - refuses layers solved with other settings before anything is collected
     before = held_out.reference(job.decoder, job.progress) if held_out else None
     job.collect()
     job.solve()

@@ -15,7 +15,7 @@ from bakron.core.layers import LinearSpec, SolvedLayer
 from bakron.core.linalg import gram
 from bakron.core.solution import LayerProblem, solve_problem
 from bakron.core.target import aimed_weight
-from bakron.errors import ModelError
+from bakron.errors import CertificateError, ModelError
 from bakron.kernels import get_kernel
 from bakron.models import Decoder
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
@@ -162,7 +162,8 @@ class _Statistics:
         self.stored, self.counts = dict(tensors), counts
         for key, w in tensors.items():
             if key.endswith(".token_weights"):
-                self.stored[key] = w.clamp(max=TOKEN_WEIGHT_LIMIT * float(w.median()))
+                typical = w[w > 0].median() if bool((w > 0).any()) else w.new_ones(())
+                self.stored[key] = w.clamp(max=TOKEN_WEIGHT_LIMIT * float(typical))
         for group in groups:
             for name in group:
                 self.owner[name] = name if f"{name}.H_in" in tensors else group[0]
@@ -252,7 +253,7 @@ def _solve_linear(
     kernel = None if settings.kernel == "reference" else get_kernel(settings.kernel, W.device)
     solution = solve_problem(problem, grid, settings.act_order, kernel)
     if solution.certificate.worst > CERTIFICATE_LIMIT:
-        raise ArithmeticError(
+        raise CertificateError(
             f"{spec.name}: the sweep's codes are not those of its own definition, worst excess "
             f"{solution.certificate.worst:.3g} grid steps. This is a defect of kernel {settings.kernel!r}: "
             "choose kernel torch and report it."
