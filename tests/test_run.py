@@ -261,9 +261,10 @@ def test_a_sequential_problem_is_that_of_the_quantized_prefix(
 
 
 def token_weights(g: list[Tensor]) -> list[Tensor]:
-    """‖g_t‖² (T, 1) of each sequence, at most so many times the median of all tokens."""
+    """‖g_t‖² (T, 1) of each sequence, at most so many times the median of those above zero."""
     w = [gs.square().sum(1, keepdim=True) for gs in g]
-    return [ws.clamp(max=TOKEN_WEIGHT_LIMIT * float(torch.cat(w).median())) for ws in w]
+    typical = torch.cat([ws[ws > 0] for ws in w]).median()
+    return [ws.clamp(max=TOKEN_WEIGHT_LIMIT * float(typical)) for ws in w]
 
 
 def written(
