@@ -94,7 +94,7 @@ def _forward(
                 progress.advance(len(sequences))
                 states = None
                 continue
-            states = load_states(store, b, lengths, decoder) if states is None else states
+            states = load_states(store, boundary(b), lengths, decoder) if states is None else states
             sums = _Sums(decoder, b, get_estimator(need.estimator), True) if need else None
             for index, h in enumerate(states):
                 if sums:
@@ -121,7 +121,7 @@ def _head_gradients(
     gradients = []
     lengths = [len(ids) for ids in sequences]
     with stage(progress, "labels and gradients at the head", len(sequences)):
-        for index, h in enumerate(load_states(store, last, lengths, decoder)):
+        for index, h in enumerate(load_states(store, boundary(last), lengths, decoder)):
             generator = torch.Generator().manual_seed(1_000_003 * seed + index)
             gradient = torch.cat([_head_gradient(decoder, chunk, generator) for chunk in h.split(HEAD_CHUNK)])
             check_finite(gradient, "gradient at the head", index)
@@ -160,7 +160,7 @@ def _backward(
             if store.has(factors(need, b)):
                 progress.advance(len(sequences))
                 continue
-            states = load_states(store, b, lengths, decoder)
+            states = load_states(store, boundary(b), lengths, decoder)
             gradients = list(store.load(_gradient(b + 1))["g"].to(decoder.device).split(lengths))
             sums = _Sums(decoder, b, get_estimator(need.estimator), need.H_in)
             for index, h in enumerate(states):
@@ -208,6 +208,6 @@ class _Sums:
         return tensors, {"n_sequences": n_sequences, "n_tokens": n_tokens}
 
 
-def load_states(store: Store, b: int, lengths: Sequence[int], decoder: Decoder) -> list[Tensor]:
-    """The states entering block b of the original model, one (T, d) tensor a sequence."""
-    return list(store.load(boundary(b))["h"].to(decoder.device).split(list(lengths)))
+def load_states(store: Store, piece: str, lengths: Sequence[int], decoder: Decoder) -> list[Tensor]:
+    """The states that ``piece`` holds, one (T, d) tensor a sequence, on the decoder's device."""
+    return list(store.load(piece)["h"].to(decoder.device).split(list(lengths)))

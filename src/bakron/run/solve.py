@@ -68,9 +68,8 @@ def solve_model(
             if sequential:
                 assert collected is not None
                 if states is None:
-                    name = boundary(0) if b == 0 else _state(b)
-                    loaded = (collected if b == 0 else store).load(name)["h"]
-                    states = list(loaded.to(decoder.device).split(list(lengths)))
+                    source, piece = (collected, boundary(0)) if b == 0 else (store, _state(b))
+                    states = load_states(source, piece, lengths, decoder)
             aims = _states_to_reach(decoder, b, collected, lengths) if collected and settings.aim_used else {}
             layers, report = {}, []
             for part in _parts(decoder, b, targets[b]) if sequential else [targets[b]]:
@@ -124,12 +123,12 @@ def _states_to_reach(
     if last is None:
         return {}
     reached: dict[str, list[Tensor]] = {name: [] for name in earlier}
-    for h in load_states(collected, b, lengths, decoder) if earlier else ():
+    for h in load_states(collected, boundary(b), lengths, decoder) if earlier else ():
         outputs = decoder.run_block_capturing(b, h, outputs=True, until=earlier[-1])[2]
         for name in earlier:
             h = h + outputs[name]
             reached[name].append(h)
-    return {**reached, last: load_states(collected, b + 1, lengths, decoder)}
+    return {**reached, last: load_states(collected, boundary(b + 1), lengths, decoder)}
 
 
 def load_solved(
