@@ -169,5 +169,35 @@ def test_rounding_asymmetry_is_accepted_and_removed(dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:
         H[0, 1] *= 1 + 1e-6
     checked = check_hessian(H, 6, "H")
-    assert checked.dtype == torch.float64 and torch.equal(checked, checked.T)
-    assert torch.allclose(checked, H.double(), rtol=1e-5)
+    assert checked.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    assert torch.equal(checked, checked.T)
+    assert torch.allclose(checked.double(), H.double(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [63, 64, 65, 200, 1100])
+def test_factor_is_that_of_the_ordered_matrix_whatever_the_number_of_threads(n: int) -> None:
+    H = hessian(n, n, "full")
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(n))
+    threads = torch.get_num_threads()
+    factors = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            factors.append(factorise(H, 0.01, "H", order))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(factor.lower, factors[0].lower) for factor in factors)
+    U, D = factors[0].U, factors[0].D
+    damped = H[order][:, order] + 0.01 * H.diagonal().mean() * torch.eye(n, dtype=H.dtype)
+    assert float((U * D @ U.T - damped).abs().max()) < 1e-10 * float(damped.max())
+    X = torch.randn(3, n, dtype=H.dtype, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(factors[0].times(X), X @ U, rtol=1e-9, atol=1e-9)
+    assert torch.equal(factors[0].unit_upper(torch.float32).tril(), torch.eye(n))
+
+
+def test_solving_from_the_right_inverts_the_damped_matrix() -> None:
+    H = hessian(0, 150, "full")
+    B = torch.randn(7, 150, dtype=H.dtype, generator=torch.Generator().manual_seed(0))
+    damped = H + 0.1 * H.diagonal().mean() * torch.eye(150, dtype=H.dtype)
+    assert torch.allclose(solve_right(B, H, 0.1, "H") @ damped, B, rtol=1e-8, atol=1e-8)
+    assert torch.equal(solve_right(B, torch.zeros_like(H), 0.1, "H"), B)

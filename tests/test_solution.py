@@ -478,3 +478,33 @@ def test_default_quantizer_handles_a_short_last_group() -> None:
     solution = bakron.solve(W, H_in)
     assert solution.grid.group.tolist() == [j // 128 for j in range(300)]
     assert solution.loss < solution.loss_rtn
+
+
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_float32_codes_do_not_depend_on_the_number_of_threads(two_sided: bool) -> None:
+    case = random_case(3, 330, 290, group_size=32)
+    H_out = case.tensor("H_out") if two_sided else None
+    problem = LayerProblem(
+        "layer", case.tensor("W").float(), KroneckerHessian(case.tensor("H_in"), H_out), 0.01, 0.3
+    )
+    threads = torch.get_num_threads()
+    try:
+        codes = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            codes.append(solve_problem(problem, case.grid, "both", get_kernel("numba", CPU), 32).codes)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(codes[0], codes[1]) and torch.equal(codes[0], codes[2])
+
+
+def test_loss_of_float32_weights_is_that_of_float64_ones() -> None:
+    case = random_case(4, 40, 50)
+    single, double = (problem_of(case, dtype) for dtype in (torch.float32, torch.float64))
+    rounded = case.grid.values(case.grid.nearest(case.tensor("W")))
+    for size in (1.0, 1e-25, 1e25):
+        E = size * (rounded - case.tensor("W"))
+        hessian = KroneckerHessian(case.tensor("H_in"), case.tensor("H_out"))
+        assert hessian.loss(E.float()) == pytest.approx(hessian.loss(E), rel=1e-5)
+    assert single.loss(rounded) == pytest.approx(double.loss(rounded), rel=1e-5)

@@ -45,7 +45,8 @@ class ScalarGrid:
 
     def values(self, codes: Tensor) -> Tensor:
         """The (m, n) weights that ``codes`` (m, n) stand for, in the dtype of ``scale``."""
-        level = self.levels[(codes.to(torch.int64) - self.first_code)].to(self.scale.dtype)
+        level = codes if self.uniform else self.levels[codes.to(torch.int64)]
+        level = level.to(self.scale.dtype)
         return self.scale[:, self.group] * (level - self.zero[:, self.group])
 
     def nearest(self, values: Tensor) -> Tensor:
@@ -64,7 +65,12 @@ class ScalarGrid:
         unclipped code it is |target − value|/scale − ½. A code is clipped when it is the lowest or the highest.
         """
         position = target / self.scale[:, self.group] + self.zero[:, self.group]
-        index = codes.to(torch.int64) - self.first_code
+        if self.uniform:
+            low, high = codes == int(self.levels[0]), codes == int(self.levels[-1])
+            beyond = position.sub_(codes)
+            below = (-0.5 - beyond).masked_fill_(low, -torch.inf)
+            return torch.maximum(below, beyond.sub_(0.5).masked_fill_(high, -torch.inf)), low | high
+        index = codes.to(torch.int64)
         levels = self.levels.to(position.dtype)
         middles = (levels[1:] + levels[:-1]) / 2
         infinity = levels.new_full((1,), torch.inf)

@@ -21,8 +21,13 @@ class KroneckerHessian:
     n_tokens: int = 0
 
     def loss(self, E: Tensor) -> float:
-        """f(E) = tr(H_out E H_in Eᵀ) of the (d_out, d_in) error, summed in float64 (solver.md, section 1)."""
-        E = E.detach().to(torch.float64)
-        right = E if self.H_in is None else E @ self.H_in.to(torch.float64)
-        left = E if self.H_out is None else self.H_out.to(torch.float64) @ E
-        return float((left * right).sum())
+        """f(E) = tr(H_out E H_in Eᵀ) of the (d_out, d_in) error (solver.md, section 1).
+
+        Products in E's dtype if that is float64, else in float32; their sum in float64.
+        """
+        E = E.detach() if E.dtype == torch.float64 else E.detach().to(torch.float32)
+        size = float(E.abs().max()) if E.numel() else 0.0
+        E = E / (size or 1.0)  # its square may not fit in float32
+        right = E if self.H_in is None else E @ self.H_in.to(E.dtype)
+        left = E if self.H_out is None else self.H_out.to(E.dtype) @ E
+        return float(right.mul_(left).sum(dtype=torch.float64)) * size**2

@@ -12,11 +12,14 @@ from torch import Tensor
 from bakron.core.grid import ScalarGrid
 from bakron.core.hessian import KroneckerHessian
 from bakron.core.linalg import Factor, check_hessian, factorise, shrink_to_diagonal
+from bakron.core.parallel import Team
+from bakron.core.parallel import team as whole_team
 from bakron.core.reference import round_in_order
 from bakron.core.solver import TILE, TileKernel, sweep
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
 
 ActOrder = Literal["none", "in", "out", "both"]
+STRIPE = 512  # rows or columns of which the certificate makes float64 copies at a time
 
 
 class Certificate(NamedTuple):
@@ -31,8 +34,8 @@ class Certificate(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The larger of the two."""
-        return max(self)
+        """The larger of the two, NaN if either is."""
+        return float(torch.tensor(self, dtype=torch.float64).max())
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,13 @@ class LayerProblem:
 
     @cached_property
     def H_in(self) -> Tensor | None:
-        """The checked float64 input factor, undamped."""
+        """The checked input factor, undamped."""
         H = self.hessian.H_in
         return None if H is None else check_hessian(H, self.weight.shape[1], f"{self.name}: H_in")
 
     @cached_property
     def H_out(self) -> Tensor | None:
-        """The checked float64 output factor, undamped and not shrunk."""
+        """The checked output factor, undamped and not shrunk."""
         H = self.hessian.H_out
         return None if H is None else check_hessian(H, self.weight.shape[0], f"{self.name}: H_out")
 
@@ -85,10 +88,10 @@ class LayerProblem:
         return LayerProblem(self.name, self.weight, hessian, self.percdamp_in, self.percdamp_out)
 
     def loss(self, weight: Tensor) -> float:
-        """f(weight − W) on the undamped Hessian."""
-        return KroneckerHessian(self.H_in, self.H_out).loss(
-            weight.to(torch.float64) - self.weight.to(torch.float64)
-        )
+        """f(weight − W) on the undamped Hessian, for a float64 W in float64 (see ``KroneckerHessian.loss``)."""
+        E = weight.to(torch.float64) - self.weight.to(torch.float64)
+        dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        return KroneckerHessian(self.H_in, self.H_out).loss(E.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -152,17 +155,16 @@ def solve_problem(
         H_out = shrink_to_diagonal(H_out, problem.shrink_out)
     rows = _descending(H_out, W.shape[0], act_order in ("out", "both"), W.device)
     columns = _descending(H_in, W.shape[1], act_order in ("in", "both"), W.device)
-    factor_in = _factor(H_in, columns, problem.percdamp_in, f"{problem.name}: H_in")
-    factor_out = _factor(H_out, rows, problem.percdamp_out, f"{problem.name}: H_out")
-    U_in = None if factor_in is None else factor_in.U
-    U_out = None if factor_out is None else factor_out.U
+    factor_in, factor_out = _factors(problem, H_in, H_out, columns, rows)
 
     ordered_W, ordered_grid = W[rows][:, columns], grid.permute(rows, columns)
+    U_in = None if factor_in is None else factor_in.unit_upper(W.dtype)
+    U_out = None if factor_out is None else factor_out.unit_upper(W.dtype)
     if kernel is None:
         ordered = round_in_order(ordered_W, ordered_grid.to(W.dtype), U_in, U_out)
     else:
         ordered = sweep(ordered_W, ordered_grid, U_in, U_out, kernel, tile)
-    certificate, clip_rate = _certify(ordered_W, ordered_grid, ordered, U_in, U_out)
+    certificate, clip_rate = _certify(ordered_W, ordered_grid, ordered, factor_in, factor_out)
     codes = torch.empty_like(ordered)
     codes[rows[:, None], columns] = ordered
     return Solution(
@@ -188,25 +190,49 @@ def _descending(H: Tensor | None, size: int, ordered: bool, device: torch.device
     return torch.argsort(H.diagonal(), descending=True, stable=True)
 
 
-def _factor(H: Tensor | None, order: Tensor, percdamp: float, name: str) -> Factor | None:
-    return None if H is None else factorise(H[order][:, order], percdamp, name)
+def _factors(
+    problem: LayerProblem, H_in: Tensor | None, H_out: Tensor | None, columns: Tensor, rows: Tensor
+) -> tuple[Factor | None, Factor | None]:
+    """Both damped factors in the order of rounding; at the same time when they are about equally large."""
+
+    def side_in(team: Team) -> Factor | None:
+        name = f"{problem.name}: H_in"
+        return None if H_in is None else factorise(H_in, problem.percdamp_in, name, columns, team)
+
+    def side_out(team: Team) -> Factor | None:
+        name = f"{problem.name}: H_out"
+        return None if H_out is None else factorise(H_out, problem.percdamp_out, name, rows, team)
+
+    with whole_team() as team:
+        if H_in is not None and H_out is not None and 0.5 < len(H_in) / max(len(H_out), 1) < 2:
+            return team.both(side_in, side_out)
+        return side_in(team), side_out(team)
 
 
 def _certify(
-    W: Tensor, grid: ScalarGrid, codes: Tensor, U_in: Tensor | None, U_out: Tensor | None
+    W: Tensor, grid: ScalarGrid, codes: Tensor, factor_in: Factor | None, factor_out: Factor | None
 ) -> tuple[Certificate, float]:
-    """Recompute η = U_outᵀ E U_in in float64 from the codes alone and measure the worst rounding excess."""
+    """Recompute η = U_outᵀ E U_in in float64 from the codes alone and measure the worst rounding excess.
+
+    By stripes of rows and then of columns, so that η is the only whole matrix in float64.
+    """
+    m, n = W.shape
     grid = grid.to(torch.float64)
-    value = grid.values(codes)
-    eta = value - W.to(torch.float64)
-    if U_in is not None:
-        eta = eta @ U_in
-    if U_out is not None:
-        eta = U_out.T @ eta
-    excess, clipped = grid.excess(value - eta, codes)
-
-    def worst(of: Tensor) -> float:
-        return float(of.max().clamp(min=-0.5)) if of.numel() else -0.5
-
-    clip_rate = float(clipped.double().mean()) if clipped.numel() else 0.0
-    return Certificate(worst(excess[~clipped]), worst(excess[clipped])), clip_rate
+    eta = W.new_empty(m, n, dtype=torch.float64)
+    for i in range(0, m, STRIPE):
+        rows = slice(i, i + STRIPE)
+        stripe = ScalarGrid(grid.levels, grid.scale[rows], grid.zero[rows], grid.group)
+        E = stripe.values(codes[rows]) - W[rows].to(torch.float64)
+        eta[rows] = E if factor_in is None else factor_in.times(E)
+    worst = {False: [eta.new_tensor(-0.5)], True: [eta.new_tensor(-0.5)]}  # by whether the code is clipped
+    n_clipped = 0
+    for j in range(0, n, STRIPE):
+        columns = slice(j, j + STRIPE)
+        stripe = ScalarGrid(grid.levels, grid.scale, grid.zero, grid.group[columns])
+        part = eta[:, columns] if factor_out is None else factor_out.times(eta[:, columns].T).T
+        excess, clipped = stripe.excess(stripe.values(codes[:, columns]) - part, codes[:, columns])
+        for kind, others in ((True, ~clipped), (False, clipped)):
+            worst[kind].append(excess.masked_fill(others, -0.5).amax() if m else eta.new_tensor(-0.5))
+        n_clipped += int(clipped.sum())
+    unclipped, clipped = (float(torch.stack(worst[kind]).max()) for kind in (False, True))
+    return Certificate(unclipped, clipped), n_clipped / max(m * n, 1)

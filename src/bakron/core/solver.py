@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
+from bakron.core.linalg import padded
+from bakron.core.parallel import Team
+from bakron.core.parallel import team as whole_team
 
-TILE = 64  # tile edge; measured best of 32, 64, 128 on CPUs
+TILE = 128  # tile edge; measured best of 64 … 256 on a CPU
 ROW_TILE_ONE_SIDED = 512  # rows do not interact when H_out = I: taller tiles, as many as a cache holds
 
 
@@ -35,6 +39,7 @@ class Sweep:
     U_out: Tensor | None
     U_in: Tensor | None
     grid: ScalarGrid
+    scratch: Any = None  # whatever a kernel keeps between tiles
 
 
 TileKernel = Callable[[Sweep, int, int, int, int], None]
@@ -57,42 +62,63 @@ def sweep(
     m, n = W.shape
     state = Sweep(
         W=W.contiguous(),
-        T=W.clone(memory_format=torch.contiguous_format),
-        P=torch.zeros_like(W, memory_format=torch.contiguous_format),
-        E=torch.zeros_like(W, memory_format=torch.contiguous_format),
-        codes=torch.zeros(m, n, dtype=torch.int16, device=W.device),
-        U_out=None if U_out is None else U_out.to(W.dtype).contiguous(),
-        U_in=None if U_in is None else U_in.to(W.dtype).contiguous(),
+        T=padded(m, n, W.dtype, W.device).copy_(W),
+        P=padded(m, n, W.dtype, W.device).zero_(),
+        E=padded(m, n, W.dtype, W.device).zero_(),
+        codes=torch.empty(m, n, dtype=torch.int16, device=W.device),
+        U_out=None if U_out is None else U_out.to(W.dtype),
+        U_in=None if U_in is None else U_in.to(W.dtype),
         grid=grid.to(W.dtype),
     )
-    row_tile = ROW_TILE_ONE_SIDED if U_out is None else tile
+    shape = (ROW_TILE_ONE_SIDED if U_out is None else tile, tile)
     if m and n:
-        _solve(state, 0, m, 0, n, row_tile, tile, kernel)
+        with whole_team() as team:
+            _Recursion(state, kernel, shape).solve(team, 0, m, 0, n)
     return state.codes
 
 
-def _solve(
-    s: Sweep, r0: int, r1: int, c0: int, c1: int, row_tile: int, column_tile: int, kernel: TileKernel
-) -> None:
-    """Solve rows r0:r1, columns c0:c1: a tile by the kernel, else two halves with one product between them."""
-    rows, columns = r1 - r0, c1 - c0
-    if rows <= row_tile and columns <= column_tile:
-        kernel(s, r0, r1, c0, c1)
-    elif rows * column_tile > columns * row_tile:
-        middle = _split(r0, r1, row_tile)
-        _solve(s, r0, middle, c0, c1, row_tile, column_tile, kernel)
-        if s.U_out is not None:
-            s.T[middle:r1, c0:c1].addmm_(s.U_out[r0:middle, middle:r1].T, s.P[r0:middle, c0:c1], alpha=-1)
-        _solve(s, middle, r1, c0, c1, row_tile, column_tile, kernel)
-    else:
-        middle = _split(c0, c1, column_tile)
-        _solve(s, r0, r1, c0, middle, row_tile, column_tile, kernel)
-        if s.U_in is not None:
-            s.P[r0:r1, middle:c1].addmm_(s.E[r0:r1, c0:middle], s.U_in[c0:middle, middle:c1])
-        _solve(s, r0, r1, middle, c1, row_tile, column_tile, kernel)
+@dataclass(frozen=True)
+class _Recursion:
+    """Splits a sweep down to tiles of at most ``tile`` (rows, columns)."""
+
+    s: Sweep
+    kernel: TileKernel
+    tile: tuple[int, int]
+
+    def solve(self, team: Team, r0: int, r1: int, c0: int, c1: int) -> None:
+        """Solve rows r0:r1, columns c0:c1: a tile by the kernel, else quarters with products between them.
+
+        The two quarters beside the first one wait for it alone, so they are solved at the same time.
+        """
+        r, c = _middle(r0, r1, self.tile[0]), _middle(c0, c1, self.tile[1])
+        if (r, c) == (r1, c1):
+            return self.kernel(self.s, r0, r1, c0, c1)
+        self.solve(team, r0, r, c0, c)
+        self.carry_down(team, r0, r, r1, c0, c)
+        self.carry_right(team, r0, r, c0, c, c1)
+        if r == r1:
+            return self.solve(team, r0, r1, c, c1)
+        if c == c1:
+            return self.solve(team, r, r1, c0, c1)
+        team.both(lambda half: self.solve(half, r0, r, c, c1), lambda half: self.solve(half, r, r1, c0, c))
+        self.carry_down(team, r0, r, r1, c, c1)
+        self.carry_right(team, r, r1, c0, c, c1)
+        return self.solve(team, r, r1, c, c1)
+
+    def carry_down(self, team: Team, r0: int, r: int, r1: int, c0: int, c1: int) -> None:
+        """Tell rows r:r1 of what was rounded in rows r0:r."""
+        s = self.s
+        if s.U_out is not None and r < r1:
+            team.add_product_(s.T[r:r1, c0:c1], s.U_out[r0:r, r:r1].T, s.P[r0:r, c0:c1], alpha=-1)
+
+    def carry_right(self, team: Team, r0: int, r1: int, c0: int, c: int, c1: int) -> None:
+        """Tell columns c:c1 of what was rounded in columns c0:c."""
+        s = self.s
+        if s.U_in is not None and c < c1:
+            team.add_product_(s.P[r0:r1, c:c1], s.E[r0:r1, c0:c], s.U_in[c0:c, c:c1])
 
 
-def _split(start: int, end: int, tile: int) -> int:
-    """A middle of [start, end) at a whole number of tiles from start."""
+def _middle(start: int, end: int, tile: int) -> int:
+    """A middle of [start, end) at a whole number of tiles from start; ``end`` when it is one tile."""
     tiles = -(-(end - start) // tile)
-    return start + (tiles + 1) // 2 * tile
+    return min(start + (tiles + 1) // 2 * tile, end)

@@ -251,7 +251,7 @@ def _solve_linear(
     )
     kernel = None if settings.kernel == "reference" else get_kernel(settings.kernel, W.device)
     solution = solve_problem(problem, grid, settings.act_order, kernel)
-    if solution.certificate.worst > CERTIFICATE_LIMIT:
+    if not solution.certificate.worst <= CERTIFICATE_LIMIT:  # so that NaN fails too
         raise CertificateError(
             f"{spec.name}: the sweep's codes are not those of its own definition, worst excess "
             f"{solution.certificate.worst:.3g} grid steps. This is a defect of kernel {settings.kernel!r}: "
