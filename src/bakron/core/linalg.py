@@ -133,7 +133,7 @@ def factorise(
     backwards = (torch.arange(n, device=H.device) if order is None else order).flip(0)
     tried = []
     while True:
-        lower = _gathered(H, backwards, team)
+        lower = gathered(H, backwards, backwards, torch.float64, team)
         lower.diagonal().add_(percdamp * mean)
         if _cholesky_(lower, team):
             return Factor(lower, lower.diagonal().flip(0).square(), percdamp)
@@ -149,16 +149,15 @@ def factorise(
             )
 
 
-def _gathered(H: Tensor, order: Tensor, team: Team | None) -> Tensor:
-    """``H[order][:, order]`` in float64, by pieces: temporary copies of whole matrices cost more in page faults."""
-    n = len(H)
-    gathered = torch.empty(n, n, dtype=torch.float64, device=H.device)
+def gathered(X: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, team: Team | None) -> Tensor:
+    """``X[rows][:, columns]`` in ``dtype``, by pieces: temporary copies of whole matrices cost more in page faults."""
+    copy = torch.empty(len(rows), len(columns), dtype=dtype, device=X.device)
 
-    def rows(a: int, b: int) -> None:
-        gathered[a:b] = H.index_select(0, order[a:b]).index_select(1, order)
+    def piece(a: int, b: int) -> None:
+        copy[a:b] = X.index_select(0, rows[a:b]).index_select(1, columns)
 
-    _run(team, [partial(rows, a, b) for a, b in pieces(n)])
-    return gathered
+    _run(team, [partial(piece, a, b) for a, b in pieces(len(rows))])
+    return copy
 
 
 def _cholesky_(A: Tensor, team: Team | None) -> bool:

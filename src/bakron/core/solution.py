@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,15 +11,14 @@ from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
 from bakron.core.hessian import KroneckerHessian
-from bakron.core.linalg import Factor, check_hessian, factorise, shrink_to_diagonal
-from bakron.core.parallel import Team
+from bakron.core.linalg import Factor, check_hessian, factorise, gathered, shrink_to_diagonal
+from bakron.core.parallel import Team, pieces
 from bakron.core.parallel import team as whole_team
 from bakron.core.reference import round_in_order
 from bakron.core.solver import TILE, TileKernel, sweep
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
 
 ActOrder = Literal["none", "in", "out", "both"]
-STRIPE = 512  # rows or columns of which the certificate makes float64 copies at a time
 
 
 class Certificate(NamedTuple):
@@ -155,16 +154,17 @@ def solve_problem(
         H_out = shrink_to_diagonal(H_out, problem.shrink_out)
     rows = _descending(H_out, W.shape[0], act_order in ("out", "both"), W.device)
     columns = _descending(H_in, W.shape[1], act_order in ("in", "both"), W.device)
-    factor_in, factor_out = _factors(problem, H_in, H_out, columns, rows)
-
-    ordered_W, ordered_grid = W[rows][:, columns], grid.permute(rows, columns)
-    U_in = None if factor_in is None else factor_in.unit_upper(W.dtype)
-    U_out = None if factor_out is None else factor_out.unit_upper(W.dtype)
+    with whole_team() as team:
+        (factor_in, U_in), (factor_out, U_out) = _factors(problem, H_in, H_out, columns, rows, team)
+        ordered_W = gathered(W, rows, columns, W.dtype, team)
+    ordered_grid = grid.permute(rows, columns)
     if kernel is None:
         ordered = round_in_order(ordered_W, ordered_grid.to(W.dtype), U_in, U_out)
     else:
         ordered = sweep(ordered_W, ordered_grid, U_in, U_out, kernel, tile)
-    certificate, clip_rate = _certify(ordered_W, ordered_grid, ordered, factor_in, factor_out)
+    del U_in, U_out
+    with whole_team() as team:
+        certificate, clip_rate = _certify(ordered_W, ordered_grid, ordered, factor_in, factor_out, team)
     codes = torch.empty_like(ordered)
     codes[rows[:, None], columns] = ordered
     return Solution(
@@ -190,27 +190,46 @@ def _descending(H: Tensor | None, size: int, ordered: bool, device: torch.device
     return torch.argsort(H.diagonal(), descending=True, stable=True)
 
 
+Side = tuple[Factor | None, Tensor | None]
+"""The factor of a side and its U in the dtype of the sweep; None for the identity."""
+
+
 def _factors(
-    problem: LayerProblem, H_in: Tensor | None, H_out: Tensor | None, columns: Tensor, rows: Tensor
-) -> tuple[Factor | None, Factor | None]:
+    problem: LayerProblem,
+    H_in: Tensor | None,
+    H_out: Tensor | None,
+    columns: Tensor,
+    rows: Tensor,
+    team: Team,
+) -> tuple[Side, Side]:
     """Both damped factors in the order of rounding; at the same time when they are about equally large."""
+    dtype = torch.float64 if problem.weight.dtype == torch.float64 else torch.float32
 
-    def side_in(team: Team) -> Factor | None:
-        name = f"{problem.name}: H_in"
-        return None if H_in is None else factorise(H_in, problem.percdamp_in, name, columns, team)
+    def side(H: Tensor | None, percdamp: float, name: str, order: Tensor, team: Team) -> Side:
+        if H is None:
+            return None, None
+        factor = factorise(H, percdamp, f"{problem.name}: {name}", order, team)
+        return factor, factor.unit_upper(dtype, team)
 
-    def side_out(team: Team) -> Factor | None:
-        name = f"{problem.name}: H_out"
-        return None if H_out is None else factorise(H_out, problem.percdamp_out, name, rows, team)
+    def side_in(team: Team) -> Side:
+        return side(H_in, problem.percdamp_in, "H_in", columns, team)
 
-    with whole_team() as team:
-        if H_in is not None and H_out is not None and 0.5 < len(H_in) / max(len(H_out), 1) < 2:
-            return team.both(side_in, side_out)
-        return side_in(team), side_out(team)
+    def side_out(team: Team) -> Side:
+        return side(H_out, problem.percdamp_out, "H_out", rows, team)
+
+    m, n = problem.weight.shape
+    if H_in is not None and H_out is not None and max(m, n) < 2 * min(m, n):
+        return team.both(side_in, side_out)
+    return side_in(team), side_out(team)
 
 
 def _certify(
-    W: Tensor, grid: ScalarGrid, codes: Tensor, factor_in: Factor | None, factor_out: Factor | None
+    W: Tensor,
+    grid: ScalarGrid,
+    codes: Tensor,
+    factor_in: Factor | None,
+    factor_out: Factor | None,
+    team: Team,
 ) -> tuple[Certificate, float]:
     """Recompute η = U_outᵀ E U_in in float64 from the codes alone and measure the worst rounding excess.
 
@@ -219,20 +238,23 @@ def _certify(
     m, n = W.shape
     grid = grid.to(torch.float64)
     eta = W.new_empty(m, n, dtype=torch.float64)
-    for i in range(0, m, STRIPE):
-        rows = slice(i, i + STRIPE)
-        stripe = ScalarGrid(grid.levels, grid.scale[rows], grid.zero[rows], grid.group)
-        E = stripe.values(codes[rows]) - W[rows].to(torch.float64)
-        eta[rows] = E if factor_in is None else factor_in.times(E)
     worst = {False: [eta.new_tensor(-0.5)], True: [eta.new_tensor(-0.5)]}  # by whether the code is clipped
-    n_clipped = 0
-    for j in range(0, n, STRIPE):
-        columns = slice(j, j + STRIPE)
-        stripe = ScalarGrid(grid.levels, grid.scale, grid.zero, grid.group[columns])
-        part = eta[:, columns] if factor_out is None else factor_out.times(eta[:, columns].T).T
-        excess, clipped = stripe.excess(stripe.values(codes[:, columns]) - part, codes[:, columns])
+    n_clipped: list[int] = []
+
+    def rows(i: int, k: int) -> None:
+        stripe = ScalarGrid(grid.levels, grid.scale[i:k], grid.zero[i:k], grid.group)
+        E = stripe.values(codes[i:k]) - W[i:k].to(torch.float64)
+        eta[i:k] = E if factor_in is None else factor_in.times(E)
+
+    def columns(j: int, k: int) -> None:
+        stripe = ScalarGrid(grid.levels, grid.scale, grid.zero, grid.group[j:k])
+        part = eta[:, j:k] if factor_out is None else factor_out.times(eta[:, j:k].T).T
+        excess, clipped = stripe.excess(stripe.values(codes[:, j:k]) - part, codes[:, j:k])
         for kind, others in ((True, ~clipped), (False, clipped)):
             worst[kind].append(excess.masked_fill(others, -0.5).amax() if m else eta.new_tensor(-0.5))
-        n_clipped += int(clipped.sum())
+        n_clipped.append(int(clipped.sum()))
+
+    team.run([partial(rows, i, k) for i, k in pieces(m)])
+    team.run([partial(columns, j, k) for j, k in pieces(n)])
     unclipped, clipped = (float(torch.stack(worst[kind]).max()) for kind in (False, True))
-    return Certificate(unclipped, clipped), n_clipped / max(m * n, 1)
+    return Certificate(unclipped, clipped), sum(n_clipped) / max(m * n, 1)
