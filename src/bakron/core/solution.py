@@ -13,7 +13,7 @@ from bakron.core.grid import ScalarGrid
 from bakron.core.hessian import KroneckerHessian
 from bakron.core.linalg import Factor, check_hessian, factorise, shrink_to_diagonal
 from bakron.core.reference import round_in_order
-from bakron.core.solver import TILE, TileKernel, sweep
+from bakron.core.solver import TILE, Kernel, sweep
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
 
 ActOrder = Literal["none", "in", "out", "both"]
@@ -106,7 +106,7 @@ class Solution:
     damping: tuple[float, float]
     clip_rate: float
     act_order: ActOrder
-    kernel: TileKernel | None
+    kernel: Kernel | None
 
     @cached_property
     def loss(self) -> float:
@@ -135,7 +135,7 @@ def solve_problem(
     problem: LayerProblem,
     grid: ScalarGrid,
     act_order: ActOrder = "both",
-    kernel: TileKernel | None = None,
+    kernel: Kernel | None = None,
     tile: int = TILE,
 ) -> Solution:
     """Round ``problem.weight`` on the frozen ``grid``; ``kernel`` None is the entry-by-entry reference.

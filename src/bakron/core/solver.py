@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
+from bakron.core.wavefront import WavefrontKernel, sweep_wavefront
 
 TILE = 64  # tile edge; measured best of 32, 64, 128 on CPUs
 ROW_TILE_ONE_SIDED = 512  # rows do not interact when H_out = I: taller tiles, as many as a cache holds
@@ -40,13 +41,16 @@ class Sweep:
 TileKernel = Callable[[Sweep, int, int, int, int], None]
 """``kernel(sweep, r0, r1, c0, c1)`` rounds one tile: reads T, W and P, writes E, codes and the finished P."""
 
+Kernel = TileKernel | WavefrontKernel
+"""What rounds inside tiles, and with it the order of the tiles: the recursion below, or ``core.wavefront``."""
+
 
 def sweep(
     W: Tensor,
     grid: ScalarGrid,
     U_in: Tensor | None,
     U_out: Tensor | None,
-    kernel: TileKernel,
+    kernel: Kernel,
     tile: int = TILE,
 ) -> Tensor:
     """Round every entry of ``W`` (m, n) on the frozen ``grid`` in the product order; returns int16 codes (m, n).
@@ -54,6 +58,8 @@ def sweep(
     One code path for round-to-nearest (both None), GPTQ (U_out None) and BaKron. The result is that of the
     entry-by-entry definition for every tile size, up to rounding in the dtype of W.
     """
+    if isinstance(kernel, WavefrontKernel):
+        return sweep_wavefront(W, grid, U_in, U_out, kernel, tile)
     m, n = W.shape
     state = Sweep(
         W=W.contiguous(),
