@@ -15,7 +15,7 @@ from bakron.core.linalg import Factor, check_hessian, factorise, gathered, shrin
 from bakron.core.parallel import Team, pieces
 from bakron.core.parallel import team as whole_team
 from bakron.core.reference import round_in_order
-from bakron.core.solver import TILE, TileKernel, sweep
+from bakron.core.solver import Kernel, sweep
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
 
 ActOrder = Literal["none", "in", "out", "both"]
@@ -108,7 +108,7 @@ class Solution:
     damping: tuple[float, float]
     clip_rate: float
     act_order: ActOrder
-    kernel: TileKernel | None
+    kernel: Kernel | None
 
     @cached_property
     def loss(self) -> float:
@@ -137,8 +137,8 @@ def solve_problem(
     problem: LayerProblem,
     grid: ScalarGrid,
     act_order: ActOrder = "both",
-    kernel: TileKernel | None = None,
-    tile: int = TILE,
+    kernel: Kernel | None = None,
+    tile: int | None = None,
 ) -> Solution:
     """Round ``problem.weight`` on the frozen ``grid``; ``kernel`` None is the entry-by-entry reference.
 

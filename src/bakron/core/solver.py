@@ -17,6 +17,8 @@ from bakron.core.grid import ScalarGrid
 from bakron.core.linalg import padded
 from bakron.core.parallel import Team
 from bakron.core.parallel import team as whole_team
+from bakron.core.wavefront import TILE as WAVEFRONT_TILE
+from bakron.core.wavefront import WavefrontKernel, sweep_wavefront
 
 TILE = 128  # tile edge; measured best of 64 … 256 on a CPU
 ROW_TILE_ONE_SIDED = 512  # rows do not interact when H_out = I: taller tiles, as many as a cache holds
@@ -45,26 +47,33 @@ class Sweep:
 TileKernel = Callable[[Sweep, int, int, int, int], None]
 """``kernel(sweep, r0, r1, c0, c1)`` rounds one tile: reads T, W and P, writes E, codes and the finished P."""
 
+Kernel = TileKernel | WavefrontKernel
+"""What rounds inside tiles, and with it the order of the tiles: the recursion below, or ``core.wavefront``."""
+
 
 def sweep(
     W: Tensor,
     grid: ScalarGrid,
     U_in: Tensor | None,
     U_out: Tensor | None,
-    kernel: TileKernel,
-    tile: int = TILE,
+    kernel: Kernel,
+    tile: int | None = None,
 ) -> Tensor:
     """Round every entry of ``W`` (m, n) on the frozen ``grid`` in the product order; returns int16 codes (m, n).
 
-    One code path for round-to-nearest (both None), GPTQ (U_out None) and BaKron. The result is that of the
-    entry-by-entry definition for every tile size, up to rounding in the dtype of W.
+    One code path for round-to-nearest (both None), GPTQ (U_out None) and BaKron. tile: edge of a tile, None for what
+    suits the kernel. The result is that of the entry-by-entry definition for every tile size, up to rounding in the
+    dtype of W.
     """
+    if isinstance(kernel, WavefrontKernel):
+        return sweep_wavefront(W, grid, U_in, U_out, kernel, tile or WAVEFRONT_TILE)
+    tile = tile or TILE
     m, n = W.shape
     state = Sweep(
         W=W.contiguous(),
         T=padded(m, n, W.dtype, W.device).copy_(W),
         P=padded(m, n, W.dtype, W.device).zero_(),
-        E=padded(m, n, W.dtype, W.device).zero_(),
+        E=padded(m, n, W.dtype, W.device),
         codes=torch.empty(m, n, dtype=torch.int16, device=W.device),
         U_out=None if U_out is None else U_out.to(W.dtype),
         U_in=None if U_in is None else U_in.to(W.dtype),

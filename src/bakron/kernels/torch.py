@@ -1,36 +1,43 @@
-"""Tile kernel in plain torch, for any device: rounds a tile by inner anti-diagonals."""
+"""Kernel in plain torch, for any device: rounds all tiles of a block anti-diagonal by their inner ones."""
 
 from __future__ import annotations
 
 import torch
 
-from bakron.core.grid import ScalarGrid
-from bakron.core.solver import Sweep
+from bakron.core.wavefront import Wavefront
 
 
-def round_tile(s: Sweep, r0: int, r1: int, c0: int, c1: int) -> None:
-    """Round rows r0:r1, columns c0:c1 of the sweep in (r1−r0)+(c1−c0)−1 steps; see ``core.solver.TileKernel``."""
-    rows, columns = r1 - r0, c1 - c0
-    W, T, P, E = (x[r0:r1, c0:c1] for x in (s.W, s.T, s.P, s.E))
-    done = torch.zeros_like(P)  # P of the entries that are rounded, zero elsewhere
-    U_out = None if s.U_out is None else s.U_out[r0:r1, r0:r1].triu(1)
-    U_in = None if s.U_in is None else s.U_in[c0:c1, c0:c1].triu(1)
-    scale = s.grid.scale[r0:r1][:, s.grid.group[c0:c1]]
-    zero = s.grid.zero[r0:r1][:, s.grid.group[c0:c1]]
-    one_group = torch.zeros(1, dtype=torch.int64, device=W.device)
-    for diagonal in range(rows + columns - 1):
-        i = torch.arange(max(0, diagonal - columns + 1), min(rows, diagonal + 1), device=W.device)
-        j = diagonal - i
-        left = P[i, j]
-        if U_in is not None:
-            left = left + (E[i] * U_in[:, j].T).sum(1)
-        target = T[i, j] - left
+def round_tiles(s: Wavefront, row: int, column: int, count: int) -> None:
+    """Round ``count`` tiles in 2·tile − 1 steps; see ``core.wavefront.RoundTiles``."""
+    b = s.tile
+    W, T, P, E, codes = (s.blocks(x, row, column, count) for x in (s.W, s.T, s.P, s.E, s.codes))
+    U_out = None if s.U_out is None else s.blocks(s.U_out, row, row, count)
+    U_in = None if s.U_in is None else s.blocks(s.U_in, column, column, count)
+    scale, zero = _per_entry(s, s.scale, row, column, count), _per_entry(s, s.zero, row, column, count)
+    for offset in range(1 - b, b):  # the entries (i, i + offset): all that they depend on is done
+        i = slice(max(0, -offset), min(b, b - offset))
+        j = slice(i.start + offset, i.stop + offset)
+        w, t, p, e, code, unit, origin = (x.diagonal(offset, 1, 2) for x in (W, T, P, E, codes, scale, zero))
+        position = (t - p) / unit + origin
+        if s.uniform:
+            level = position.round_().clamp_(s.levels[0], s.levels[-1])
+            code.copy_(level)
+        else:
+            index = torch.bucketize(position, s.middles)
+            level = s.levels[index]
+            code.copy_(index)
+        e.copy_(unit * (level - origin) - w)
+        if U_in is None:
+            p += e
+        else:
+            P[:, i].addcmul_(e[:, :, None], U_in[:, j])  # its unit diagonal adds e to p
         if U_out is not None:
-            target = target - (U_out[:, i] * done[:, j]).sum(0)
-        cells = ScalarGrid(s.grid.levels, scale[i, j, None], zero[i, j, None], one_group)
-        codes = cells.nearest(target[:, None])
-        error = cells.values(codes)[:, 0] - W[i, j]
-        s.codes[r0 + i, c0 + j] = codes[:, 0]
-        E[i, j] = error
-        done[i, j] = left + error
-    P.copy_(done)
+            T[:, :, j].addcmul_(U_out[:, :, i], p[:, None, :], value=-1)
+
+
+def _per_entry(s: Wavefront, x: torch.Tensor, row: int, column: int, count: int) -> torch.Tensor:
+    """The (count, tile, tile) values of ``x``, (rows, n_groups), at each entry of the tiles."""
+    b = s.tile
+    by_group = x[(row + s.margin) * b :][: count * b].view(count, b, -1)
+    group = s.group[(column + s.margin) * b :][: count * b].view(count, 1, b)
+    return by_group.gather(2, group.expand(count, b, b))
