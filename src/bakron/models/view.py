@@ -55,7 +55,7 @@ class Viewer:
             view = self._attention(ys)
             if not (_one_run(view.visible) and _one_run(view.visible.T)):
                 raise self._refusal("attention", "sees other positions than one run of them", "mlp_local, ")
-            V = _heads(ys[self.v], view.K.shape[2])
+            V = _heads(ys[self.v], view.K.shape[2]).float()
             mixed = [view.probabilities(i) @ V[i // view.group] for i in range(len(view.Q))]
             what = f"softmax(scale·QKᵀ)V of rotated queries and keys before {self.o}"
             self._require_near(torch.cat(mixed, 1), xs[self.o], "attention", what, "mlp_local, ")
@@ -107,7 +107,7 @@ class Viewer:
         parent = decoder.model.get_submodule(self.q.rpartition(".")[0])
         arguments = decoder.arguments(self.b, length)
         width = getattr(parent, "head_dim", None)
-        cos, sin = (part[0].float() for part in arguments.get("position_embeddings") or ([None], [None]))
+        cos, sin = (part[0] for part in arguments.get("position_embeddings") or ([None], [None]))
         if not isinstance(width, int) or cos is None or cos.shape != (length, width):
             raise self._refusal("attention", "has no rotary positions over whole heads", "mlp_local, ")
         return AttentionView(
@@ -115,12 +115,12 @@ class Viewer:
             self.k,
             self.v,
             self.o,
-            Q=rotate(_heads(ys[self.q], width), cos, sin),
-            K=rotate(_heads(ys[self.k], width), cos, sin),
+            Q=rotate(_heads(ys[self.q], width), cos, sin).float(),  # with the model's own rounding
+            K=rotate(_heads(ys[self.k], width), cos, sin).float(),
             visible=_visible(arguments.get("attention_mask"), length, decoder.device),
             scale=float(getattr(parent, "scaling", width**-0.5)),
-            cos=cos,
-            sin=sin,
+            cos=cos.float(),
+            sin=sin.float(),
             weight_o=self._weight_o,
         )
 
@@ -144,8 +144,8 @@ def check_views(decoder: Decoder, sees: Sequence[str]) -> None:
 
 
 def _heads(y: Tensor, width: int) -> Tensor:
-    """y (T, H·c) as float32 (H, T, c)."""
-    return y.float().view(len(y), -1, width).transpose(0, 1)
+    """y (T, H·c) as (H, T, c)."""
+    return y.view(len(y), -1, width).transpose(0, 1)
 
 
 def _visible(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
