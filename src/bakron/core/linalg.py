@@ -56,6 +56,13 @@ def shrink_to_diagonal(H: Tensor, amount: float) -> Tensor:
     return torch.lerp(H, torch.diag(H.diagonal()), amount)
 
 
+def damped(H: Tensor, percdamp: float) -> Tensor:
+    """``H + percdamp·mean(diag H)·I`` of the (n, n) ``H``, n > 0, as a new matrix."""
+    H = H.clone()
+    H.diagonal().add_(percdamp * float(H.diagonal().mean()))
+    return H
+
+
 def factorise(H: Tensor, percdamp: float, name: str) -> Factor:
     """Factor ``H + percdamp·mean(diag H)·I`` of the symmetric PSD float64 (n, n) ``H`` (solver.md, section 1).
 

@@ -1,10 +1,11 @@
-"""Tile kernel for CPUs, compiled by numba: a column sweep that vectorises over the rows of the tile."""
+"""Kernels for CPUs, compiled by numba: rounding inside a tile, and coordinate descent inside a panel."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
+from bakron.core.refine import Panel
 from bakron.core.solver import Sweep
 from bakron.errors import ConfigError
 
@@ -72,3 +73,68 @@ def _round(W, T, P, E, codes, U_out, U_in, scale, zero, group, levels, uniform):
             if U_out.size:
                 for k in range(i + 1, rows):
                     target[k] -= U_out[i, k] * done
+
+
+def descend_panel(p: Panel) -> int:
+    """Coordinate descent on one panel; see ``core.refine.PanelKernel``. Raises ConfigError off the CPU."""
+    if p.E.device.type != "cpu":
+        raise ConfigError(f"kernel numba runs on the CPU, the weight is on {p.E.device}: choose kernel torch.")
+    E = p.E.numpy()
+    return _descend(
+        p.codes.numpy(),
+        E,
+        p.G.numpy(),
+        p.H_in.numpy(),
+        _ABSENT[E.dtype] if p.H_out is None else p.H_out.numpy(),
+        p.scale.numpy(),
+        p.group.numpy(),
+        p.levels.numpy(),
+        p.uniform,
+        p.margin,
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+def _descend(codes, E, G, H_in, H_out, scale, group, levels, uniform, margin):
+    columns, rows = E.shape
+    first, low, high = np.int16(levels[0]) if uniform else np.int16(0), levels[0], levels[-1]
+    push = np.empty(rows, E.dtype)  # H_out times the moves made in this column
+    moved = 0
+    for j in range(columns):
+        h = H_in[j, j]
+        if not h > 0:
+            continue
+        g = group[j]
+        push[:] = 0
+        before = moved
+        for i in range(rows):
+            a = H_out[i, i] if H_out.size else E.dtype.type(1)
+            if not a > 0:
+                continue
+            old = levels[codes[j, i] - first]
+            position = old - (G[j, i] + h * push[i]) / (a * h * scale[g, i])  # level units
+            if uniform:
+                new = min(max(np.rint(position), low), high)
+                index = np.int16(new) - first
+            else:
+                index = 0
+                while index + 1 < levels.size and position > (levels[index] + levels[index + 1]) / 2:
+                    index += 1
+                new = levels[index]
+            if abs(old - position) <= abs(new - position) + margin:
+                continue
+            step = scale[g, i] * (new - old)
+            codes[j, i] = first + index
+            E[j, i] += step
+            moved += 1
+            if H_out.size:
+                for k in range(rows):
+                    push[k] += step * H_out[i, k]
+            else:
+                push[i] += step
+        if moved > before:
+            for l in range(j, columns):
+                u = H_in[j, l]
+                for i in range(rows):
+                    G[l, i] += u * push[i]
+    return moved
