@@ -52,9 +52,10 @@ def descend_panel(p: Panel) -> int:
         done = 0
         while done < rows:
             old = p.levels[p.codes[j].to(torch.int64) - first]
-            position = old - (p.G[j] + p.H_in[j, j] * push) / (curvature * scale)
+            slope = p.G[j] + p.H_in[j, j] * push
+            position = old - torch.where(movable, slope / (curvature * scale), 0)  # level units
             if p.uniform:
-                index = position.round().clamp(float(p.levels[0]), float(p.levels[-1])).to(torch.int64) - first
+                index = (position.round().clamp(p.levels[0], p.levels[-1]) - p.levels[0]).to(torch.int64)
             else:
                 index = torch.bucketize(position, middles)
             new = p.levels[index]

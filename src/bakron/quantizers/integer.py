@@ -40,7 +40,7 @@ class Integer:
         if self.scale not in ("minmax", "mse"):
             raise ConfigError(f"scale: {self.scale!r} is not one of minmax, mse.")
 
-    def fit(self, weight: Tensor) -> ScalarGrid:
+    def fit(self, weight: Tensor, column_weights: Tensor | None = None) -> ScalarGrid:
         """The grid for ``weight`` (m, n), in float64 if the weight is, else float32. Raises NonFiniteError."""
         work = weight.detach().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
         if not torch.isfinite(work).all():
@@ -52,20 +52,25 @@ class Integer:
         padded = work.new_zeros(m, n_groups * size)
         padded[:, :n] = work  # zeros are exact on every grid below: they add no error
         groups = padded.view(m * n_groups, size) if n else padded.view(m, 0)
-        scale, zero = self._choose(groups) if groups.numel() else groups.new_zeros(2, 0)
+        importance = None
+        if column_weights is not None:
+            padded_weights = work.new_zeros(n_groups * size)
+            padded_weights[:n] = column_weights.to(work) / column_weights.mean()
+            importance = padded_weights.view(n_groups, size).repeat(m, 1)
+        scale, zero = self._choose(groups, importance) if groups.numel() else groups.new_zeros(2, 0)
         low = -(2 ** (self.bits - 1))
         levels = torch.arange(low, -low, dtype=work.dtype, device=work.device)
         return ScalarGrid(levels, scale.view(m, n_groups), zero.view(m, n_groups), group)
 
-    def _choose(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, groups: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scale and zero (both (k,)) for the k rows of ``groups``; min-max unless the search finds better."""
         candidates = self._candidates(groups)
         best_scale, best_zero = next(candidates)
         if self.scale == "minmax":
             return best_scale, best_zero
-        best_error = self._error(groups, best_scale, best_zero)
+        best_error = self._error(groups, importance, best_scale, best_zero)
         for scale, zero in candidates:
-            error = self._error(groups, scale, zero)
+            error = self._error(groups, importance, scale, zero)
             better = error < best_error
             best_scale = torch.where(better, scale, best_scale)
             best_zero = torch.where(better, zero, best_zero)
@@ -92,8 +97,9 @@ class Integer:
         stored = scale.clamp(limits.tiny * limits.eps, limits.max).to(dtype).to(scale.dtype)
         return torch.where(scale > 0, stored, torch.ones_like(scale))
 
-    def _error(self, groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    def _error(self, groups: Tensor, importance: Tensor | None, scale: Tensor, zero: Tensor) -> Tensor:
         low, high = -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
         scale, zero = scale[:, None], zero[:, None]
         rounded = (groups / scale).round_().add_(zero).clamp_(low, high).sub_(zero).mul_(scale)
-        return rounded.sub_(groups).square_().sum(1)
+        squared = rounded.sub_(groups).square_()
+        return (squared if importance is None else squared.mul_(importance)).sum(1)
