@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -49,6 +49,9 @@ class LayerProblem:
     percdamp_in: float
     percdamp_out: float
     shrink_out: float = 0.0
+    _factored: dict[bool, tuple[Tensor, Factor | None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.weight.ndim != 2:
@@ -78,6 +81,32 @@ class LayerProblem:
         """The checked float64 output factor, undamped and not shrunk."""
         H = self.hessian.H_out
         return None if H is None else check_hessian(H, self.weight.shape[0], f"{self.name}: H_out")
+
+    def factor_in(self, act_order: ActOrder) -> tuple[Tensor, Factor | None]:
+        """The order of the columns (n,), and the factor of the damped H_in in that order; kept, as two steps need it.
+
+        Raises NotPositiveDefiniteError, NonFiniteError.
+        """
+        ordered = act_order in ("in", "both")
+        if ordered not in self._factored:
+            columns = _descending(self.H_in, self.weight.shape[1], ordered, self.weight.device)
+            factor = _factor(self.H_in, columns, self.percdamp_in, f"{self.name}: H_in")
+            self._factored[ordered] = columns, factor
+        return self._factored[ordered]
+
+    def column_weights(self, act_order: ActOrder = "both") -> Tensor | None:
+        """D_in (n,) float64 in the original order of columns: what a squared error η² of each costs in f.
+
+        f(E) = Σ_ij D_out[i]·D_in[j]·η[i,j]², so this is the weight of a column when scales are chosen; D_out is the same
+        for all columns of a row, so it has no say there. None without H_in, whose columns weigh the same.
+        Raises NotPositiveDefiniteError, NonFiniteError.
+        """
+        columns, factor = self.factor_in(act_order)
+        if factor is None:
+            return None
+        weights = torch.empty_like(factor.D)
+        weights[columns] = factor.D
+        return weights
 
     def one_sided(self) -> LayerProblem:
         """The same problem with H_out = I: GPTQ's."""
@@ -147,12 +176,11 @@ def solve_problem(
         raise ConfigError(f"act_order: {act_order!r} is not one of none, in, out, both.")
     W = problem.weight.detach()
     W = W if W.dtype == torch.float64 else W.to(torch.float32)
-    H_in, H_out = problem.H_in, problem.H_out
+    columns, factor_in = problem.factor_in(act_order)
+    H_out = problem.H_out
     if H_out is not None:
         H_out = shrink_to_diagonal(H_out, problem.shrink_out)
     rows = _descending(H_out, W.shape[0], act_order in ("out", "both"), W.device)
-    columns = _descending(H_in, W.shape[1], act_order in ("in", "both"), W.device)
-    factor_in = _factor(H_in, columns, problem.percdamp_in, f"{problem.name}: H_in")
     factor_out = _factor(H_out, rows, problem.percdamp_out, f"{problem.name}: H_out")
     U_in = None if factor_in is None else factor_in.U
     U_out = None if factor_out is None else factor_out.U

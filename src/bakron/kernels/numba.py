@@ -78,7 +78,9 @@ def _round(W, T, P, E, codes, U_out, U_in, scale, zero, group, levels, uniform):
 def descend_panel(p: Panel) -> int:
     """Coordinate descent on one panel; see ``core.refine.PanelKernel``. Raises ConfigError off the CPU."""
     if p.E.device.type != "cpu":
-        raise ConfigError(f"kernel numba runs on the CPU, the weight is on {p.E.device}: choose kernel torch.")
+        raise ConfigError(
+            f"kernel numba runs on the CPU, the weight is on {p.E.device}: choose kernel torch."
+        )
     E = p.E.numpy()
     return _descend(
         p.codes.numpy(),
@@ -133,8 +135,8 @@ def _descend(codes, E, G, H_in, H_out, scale, group, levels, uniform, margin):
             else:
                 push[i] += step
         if moved > before:
-            for l in range(j, columns):
-                u = H_in[j, l]
+            for k in range(j, columns):
+                u = H_in[j, k]
                 for i in range(rows):
-                    G[l, i] += u * push[i]
+                    G[k, i] += u * push[i]
     return moved
