@@ -1,4 +1,6 @@
-"""Claims: integer grids cover what they must and store exactly; the search never loses to min-max."""
+"""Claims: integer grids cover what they must and store exactly; the search never loses to min-max, also when columns
+weigh differently, and then it serves those of large weight.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakron.core.grid import ScalarGrid
-from bakron.errors import ConfigError, NonFiniteError
+from bakron.errors import ConfigError, NonFiniteError, ShapeError
 from bakron.quantizers.integer import Integer
 
 properties = settings(deadline=None, derandomize=True, max_examples=60)
@@ -33,11 +35,13 @@ def weights(seed: int, shape: tuple[int, int], dtype: torch.dtype = torch.float6
     return torch.from_numpy(W).to(dtype)
 
 
-def errors(W: torch.Tensor, grid: ScalarGrid) -> torch.Tensor:
+def errors(W: torch.Tensor, grid: ScalarGrid, column_weights: torch.Tensor | None = None) -> torch.Tensor:
     """Squared rounding error (m, n_groups) in float64, from the definition: each weight at its best level."""
     scale, zero = (x.double()[:, grid.group, None] for x in (grid.scale, grid.zero))
     values = scale * (grid.levels.double() - zero)
     closest = (values - W.double()[:, :, None]).square().amin(2) if W.numel() else W.double()
+    if column_weights is not None:
+        closest = closest * column_weights.double()
     return torch.zeros(grid.scale.shape, dtype=torch.float64).index_add_(1, grid.group, closest)
 
 
@@ -106,6 +110,64 @@ def test_the_search_never_loses_to_minmax(
     searched = errors(W, Integer(n_bits, group_size, symmetric, "mse", scale_dtype).fit(W))
     covered = errors(W, Integer(n_bits, group_size, symmetric, "minmax", scale_dtype).fit(W))
     assert bool((searched <= covered * (1 + 1e-5)).all())
+
+
+@properties
+@given(bits, group_sizes, st.booleans(), scale_dtypes, seeds, shapes, dtypes)
+def test_the_weighted_search_never_loses_in_the_weighted_error(
+    n_bits: int,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype | None,
+    seed: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    W = weights(seed, shape, dtype)
+    importance = torch.from_numpy(np.random.default_rng(seed).exponential(1, shape[1]) ** 4)
+    searched, unweighted, covered = (
+        errors(W, Integer(n_bits, group_size, symmetric, kind, scale_dtype).fit(W, given), importance)
+        for kind, given in (("mse", importance), ("mse", None), ("minmax", importance))
+    )
+    assert bool((searched <= torch.minimum(unweighted, covered) * (1 + 1e-5)).all())
+
+
+@properties
+@given(quantizers, seeds, shapes, st.floats(1e-12, 1e12))
+def test_equal_weights_and_no_weights_are_the_same_whatever_their_size(
+    quantizer: Integer, seed: int, shape: tuple[int, int], size: float
+) -> None:
+    W = weights(seed, shape)
+    grid = quantizer.fit(W)
+    for importance in (torch.full((shape[1],), 4.0) * 2.0 ** round(np.log2(size)), torch.zeros(shape[1])):
+        weighted = quantizer.fit(W, importance)
+        assert torch.equal(weighted.scale, grid.scale) and torch.equal(weighted.zero, grid.zero)
+
+
+def test_a_heavy_column_gets_the_scale_that_it_needs() -> None:
+    W = torch.from_numpy(np.random.default_rng(6).standard_normal((50, 16)))
+    importance = torch.ones(16, dtype=torch.float64)
+    importance[9] = 1e6
+    of_column = [
+        float((grid.values(grid.nearest(W)) - W)[:, 9].square().mean())
+        for grid in (Integer(3, 8).fit(W), Integer(3, 8).fit(W, importance))
+    ]
+    assert of_column[1] < 0.1 * of_column[0]
+
+
+@pytest.mark.parametrize(
+    "importance, error, word",
+    [
+        (torch.ones(5), ShapeError, "each of 6"),
+        (torch.ones(1, 6), ShapeError, "(1, 6)"),
+        (-torch.ones(6), NonFiniteError, "negative"),
+        (torch.full((6,), float("nan")), NonFiniteError, "NaN"),
+    ],
+)
+def test_bad_column_weights_are_named(importance: torch.Tensor, error: type[Exception], word: str) -> None:
+    with pytest.raises(error) as caught:
+        Integer(4, 3).fit(torch.ones(2, 6), importance)
+    assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("n_bits, ratio", [(2, 0.6), (3, 0.8), (4, 0.9)])

@@ -288,6 +288,26 @@ def test_a_hopeless_factor_is_named(factor: str) -> None:
         bakron.solve(**arguments)
 
 
+@pytest.mark.parametrize("act_order", ACT_ORDERS)
+def test_column_weights_are_what_is_left_of_each_column_when_later_ones_make_up_for_it(
+    act_order: ActOrder,
+) -> None:
+    case = random_case(19, 3, 8, in_kind="outliers")
+    H = damped(case.H_in, DAMP_IN)
+    order = descending(case.H_in) if act_order in ("in", "both") else list(range(8))
+    weights = problem_of(case).column_weights(act_order)
+    assert weights is not None
+    for position, j in enumerate(order):
+        rest = order[position:]
+        conditional = 1 / np.linalg.inv(H[np.ix_(rest, rest)])[0, 0]
+        assert float(weights[j]) == pytest.approx(conditional, rel=1e-9)
+
+
+def test_without_an_input_factor_columns_have_no_weights() -> None:
+    problem = LayerProblem("layer 3", torch.ones(2, 3), KroneckerHessian(None, None), DAMP_IN, DAMP_OUT)
+    assert problem.column_weights() is None
+
+
 # ----------------------------------------------------------------------------------------- certificate
 
 

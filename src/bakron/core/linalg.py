@@ -109,6 +109,13 @@ def shrink_to_diagonal(H: Tensor, amount: float) -> Tensor:
     return torch.lerp(H, torch.diag(H.diagonal()), amount) if amount else H
 
 
+def damped(H: Tensor, percdamp: float) -> Tensor:
+    """``H + percdamp·mean(diag H)·I`` of the (n, n) ``H``, n > 0, as a new matrix."""
+    H = H.clone()
+    H.diagonal().add_(percdamp * float(H.diagonal().mean()))
+    return H
+
+
 def factorise(
     H: Tensor, percdamp: float, name: str, order: Tensor | None = None, team: Team | None = None
 ) -> Factor:

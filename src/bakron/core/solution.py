@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
@@ -51,6 +51,9 @@ class LayerProblem:
     percdamp_in: float
     percdamp_out: float
     shrink_out: float = 0.0
+    _factored: dict[bool, tuple[Tensor, Factor | None]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.weight.ndim != 2:
@@ -80,6 +83,49 @@ class LayerProblem:
         """The checked output factor, undamped and not shrunk."""
         H = self.hessian.H_out
         return None if H is None else check_hessian(H, self.weight.shape[0], f"{self.name}: H_out")
+
+    def factor_in(self, act_order: ActOrder, team: Team | None = None) -> tuple[Tensor, Factor | None]:
+        """The order of the columns (n,), and the factor of the damped H_in in that order; kept, as two steps need it.
+
+        Raises NotPositiveDefiniteError, NonFiniteError.
+        """
+        ordered = act_order in ("in", "both")
+        if ordered not in self._factored:
+            self._factored[ordered] = self._factor(self.H_in, 1, "H_in", ordered, self.percdamp_in, team)
+        return self._factored[ordered]
+
+    def factor_out(self, act_order: ActOrder, team: Team | None = None) -> tuple[Tensor, Factor | None]:
+        """The order of the rows (m,), and the factor of the shrunk and damped H_out in that order.
+
+        Raises NotPositiveDefiniteError, NonFiniteError.
+        """
+        H = None if self.H_out is None else shrink_to_diagonal(self.H_out, self.shrink_out)
+        return self._factor(H, 0, "H_out", act_order in ("out", "both"), self.percdamp_out, team)
+
+    def _factor(
+        self, H: Tensor | None, side: int, name: str, ordered: bool, percdamp: float, team: Team | None
+    ) -> tuple[Tensor, Factor | None]:
+        """The order by descending diagonal of H (as it stands unless ``ordered``), ties as they stand; the factor."""
+        if H is None:
+            return torch.arange(self.weight.shape[side], device=self.weight.device), None
+        order = torch.arange(len(H), device=H.device)
+        if ordered:
+            order = torch.argsort(H.diagonal(), descending=True, stable=True)
+        return order, factorise(H, percdamp, f"{self.name}: {name}", order, team)
+
+    def column_weights(self, act_order: ActOrder = "both") -> Tensor | None:
+        """D_in (n,) float64 in the original order of columns: what a squared error η² of each costs in f.
+
+        f(E) = Σ_ij D_out[i]·D_in[j]·η[i,j]², so this is the weight of a column when scales are chosen; D_out is the same
+        for all columns of a row, so it has no say there. None without H_in, whose columns weigh the same.
+        Raises NotPositiveDefiniteError, NonFiniteError.
+        """
+        columns, factor = self.factor_in(act_order)
+        if factor is None:
+            return None
+        weights = torch.empty_like(factor.D)
+        weights[columns] = factor.D
+        return weights
 
     def one_sided(self) -> LayerProblem:
         """The same problem with H_out = I: GPTQ's."""
@@ -149,13 +195,8 @@ def solve_problem(
         raise ConfigError(f"act_order: {act_order!r} is not one of none, in, out, both.")
     W = problem.weight.detach()
     W = W if W.dtype == torch.float64 else W.to(torch.float32)
-    H_in, H_out = problem.H_in, problem.H_out
-    if H_out is not None:
-        H_out = shrink_to_diagonal(H_out, problem.shrink_out)
-    rows = _descending(H_out, W.shape[0], act_order in ("out", "both"), W.device)
-    columns = _descending(H_in, W.shape[1], act_order in ("in", "both"), W.device)
     with whole_team() as team:
-        (factor_in, U_in), (factor_out, U_out) = _factors(problem, H_in, H_out, columns, rows, team)
+        (columns, factor_in, U_in), (rows, factor_out, U_out) = _factors(problem, act_order, team)
         ordered_W = gathered(W, rows, columns, W.dtype, team)
     ordered_grid = grid.permute(rows, columns)
     if kernel is None:
@@ -183,42 +224,24 @@ def solve_problem(
     )
 
 
-def _descending(H: Tensor | None, size: int, ordered: bool, device: torch.device) -> Tensor:
-    """The indices by descending diagonal of H, ties in their original order; as they stand when not ``ordered``."""
-    if H is None or not ordered:
-        return torch.arange(size, device=device)
-    return torch.argsort(H.diagonal(), descending=True, stable=True)
+Side = tuple[Tensor, Factor | None, Tensor | None]
+"""The order of a side, its factor in that order, and U in the dtype of the sweep; None for the identity."""
 
 
-Side = tuple[Factor | None, Tensor | None]
-"""The factor of a side and its U in the dtype of the sweep; None for the identity."""
-
-
-def _factors(
-    problem: LayerProblem,
-    H_in: Tensor | None,
-    H_out: Tensor | None,
-    columns: Tensor,
-    rows: Tensor,
-    team: Team,
-) -> tuple[Side, Side]:
-    """Both damped factors in the order of rounding; at the same time when they are about equally large."""
+def _factors(problem: LayerProblem, act_order: ActOrder, team: Team) -> tuple[Side, Side]:
+    """Both sides, input first; at the same time when they are about equally large."""
     dtype = torch.float64 if problem.weight.dtype == torch.float64 else torch.float32
 
-    def side(H: Tensor | None, percdamp: float, name: str, order: Tensor, team: Team) -> Side:
-        if H is None:
-            return None, None
-        factor = factorise(H, percdamp, f"{problem.name}: {name}", order, team)
-        return factor, factor.unit_upper(dtype, team)
-
     def side_in(team: Team) -> Side:
-        return side(H_in, problem.percdamp_in, "H_in", columns, team)
+        order, factor = problem.factor_in(act_order, team)
+        return order, factor, None if factor is None else factor.unit_upper(dtype, team)
 
     def side_out(team: Team) -> Side:
-        return side(H_out, problem.percdamp_out, "H_out", rows, team)
+        order, factor = problem.factor_out(act_order, team)
+        return order, factor, None if factor is None else factor.unit_upper(dtype, team)
 
     m, n = problem.weight.shape
-    if H_in is not None and H_out is not None and max(m, n) < 2 * min(m, n):
+    if problem.H_in is not None and problem.H_out is not None and max(m, n) < 2 * min(m, n):
         return team.both(side_in, side_out)
     return side_in(team), side_out(team)
 

@@ -12,6 +12,7 @@ import warnings
 
 import torch
 
+from bakron.core.refine import PanelKernel
 from bakron.core.solver import Kernel
 from bakron.core.wavefront import WavefrontKernel
 from bakron.errors import ConfigError
@@ -52,3 +53,9 @@ def _automatic(device: torch.device) -> Kernel:
     except ConfigError as reason:
         warnings.warn(f"Rounding with the slow kernel torch: {reason}", RuntimeWarning, stacklevel=3)
         return get_kernel("torch", device)
+
+
+def get_panel_kernel(device: torch.device) -> PanelKernel:
+    """The kernel of coordinate descent for ``device``: numba on a CPU and torch elsewhere, which make the same moves."""
+    name = "numba" if device.type == "cpu" else "torch"
+    return importlib.import_module(f"{__name__}.{name}").descend_panel

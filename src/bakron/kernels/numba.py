@@ -1,5 +1,6 @@
-"""Tile kernel for CPUs, compiled by numba: sweeps a tile in bands of 8 columns, 8 entries of an anti-diagonal at a time.
+"""Kernels for CPUs, compiled by numba: rounding inside a tile, and coordinate descent inside a panel.
 
+A tile is swept in bands of 8 columns, 8 entries of an anti-diagonal at a time.
 Inside a band all arrays are skewed: row s, lane c stands for entry (s − c, j0 + c), so that the 8 entries of row s lie on
 one anti-diagonal, do not depend on each other, and every step is arithmetic on vectors of 8 neighbours. Entries outside
 the tile are padding with zero couplings.
@@ -14,6 +15,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from bakron.core.refine import Panel
 from bakron.core.solver import Sweep
 from bakron.errors import ConfigError
 
@@ -195,3 +197,70 @@ def _add_columns(y, X, u, count):
             y[i] += (u0 * x0[i] + u1 * x1[i] + u2 * x2[i] + u3 * x3[i]) + (
                 u4 * x4[i] + u5 * x5[i] + u6 * x6[i] + u7 * x7[i]
             )
+
+
+def descend_panel(p: Panel) -> int:
+    """Coordinate descent on one panel; see ``core.refine.PanelKernel``. Raises ConfigError off the CPU."""
+    if p.E.device.type != "cpu":
+        raise ConfigError(
+            f"kernel numba runs on the CPU, the weight is on {p.E.device}: choose kernel torch."
+        )
+    E = p.E.numpy()
+    return _descend(
+        p.codes.numpy(),
+        E,
+        p.G.numpy(),
+        p.H_in.numpy(),
+        _ABSENT[E.dtype] if p.H_out is None else p.H_out.numpy(),
+        p.scale.numpy(),
+        p.group.numpy(),
+        p.levels.numpy(),
+        p.uniform,
+        p.margin,
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+def _descend(codes, E, G, H_in, H_out, scale, group, levels, uniform, margin):
+    columns, rows = E.shape
+    first, low, high = np.int16(levels[0]) if uniform else np.int16(0), levels[0], levels[-1]
+    push = np.empty(rows, E.dtype)  # H_out times the moves made in this column
+    moved = 0
+    for j in range(columns):
+        h = H_in[j, j]
+        if not h > 0:
+            continue
+        g = group[j]
+        push[:] = 0
+        before = moved
+        for i in range(rows):
+            a = H_out[i, i] if H_out.size else E.dtype.type(1)
+            if not a > 0:
+                continue
+            old = levels[codes[j, i] - first]
+            position = old - (G[j, i] + h * push[i]) / (a * h * scale[g, i])  # level units
+            if uniform:
+                new = min(max(np.rint(position), low), high)
+                index = np.int16(new) - first
+            else:
+                index = 0
+                while index + 1 < levels.size and position > (levels[index] + levels[index + 1]) / 2:
+                    index += 1
+                new = levels[index]
+            if abs(old - position) <= abs(new - position) + margin:
+                continue
+            step = scale[g, i] * (new - old)
+            codes[j, i] = first + index
+            E[j, i] += step
+            moved += 1
+            if H_out.size:
+                for k in range(rows):
+                    push[k] += step * H_out[i, k]
+            else:
+                push[i] += step
+        if moved > before:
+            for k in range(j, columns):
+                u = H_in[j, k]
+                for i in range(rows):
+                    G[k, i] += u * push[i]
+    return moved

@@ -1,9 +1,10 @@
-"""Kernel in plain torch, for any device: rounds all tiles of a block anti-diagonal by their inner ones."""
+"""Kernels in plain torch, for any device: all tiles of a block anti-diagonal at once, and a panel move by move."""
 
 from __future__ import annotations
 
 import torch
 
+from bakron.core.refine import Panel
 from bakron.core.wavefront import Wavefront
 
 
@@ -41,3 +42,45 @@ def _per_entry(s: Wavefront, x: torch.Tensor, row: int, column: int, count: int)
     by_group = x[(row + s.margin) * b :][: count * b].view(count, b, -1)
     group = s.group[(column + s.margin) * b :][: count * b].view(count, 1, b)
     return by_group.gather(2, group.expand(count, b, b))
+
+
+def descend_panel(p: Panel) -> int:
+    """Coordinate descent on one panel; see ``core.refine.PanelKernel``. One step a move and a column."""
+    columns, rows = p.E.shape
+    first = int(p.levels[0]) if p.uniform else 0
+    middles = (p.levels[1:] + p.levels[:-1]) / 2
+    weight = p.E.new_ones(rows) if p.H_out is None else p.H_out.diagonal()
+    moved = 0
+    for j in range(columns):
+        curvature = weight * p.H_in[j, j]
+        movable = curvature > 0
+        push = torch.zeros_like(weight)  # H_out times the moves made in this column
+        scale = p.scale[p.group[j]]
+        done = 0
+        while done < rows:
+            old = p.levels[p.codes[j].to(torch.int64) - first]
+            slope = p.G[j] + p.H_in[j, j] * push
+            position = old - torch.where(movable, slope / (curvature * scale), 0)  # level units
+            if p.uniform:
+                index = (position.round().clamp(p.levels[0], p.levels[-1]) - p.levels[0]).to(torch.int64)
+            else:
+                index = torch.bucketize(position, middles)
+            new = p.levels[index]
+            better = movable & ((old - position).abs() > (new - position).abs() + p.margin)
+            better[:done] = False
+            chosen = better.nonzero()[:, 0]
+            if p.H_out is not None:  # the rows interact: one after the other
+                chosen = chosen[:1]
+            if not len(chosen):
+                break
+            step = scale[chosen] * (new[chosen] - old[chosen])
+            p.codes[j, chosen] = (index[chosen] + first).to(torch.int16)
+            p.E[j, chosen] += step
+            if p.H_out is None:
+                push[chosen] += step
+            else:
+                push += step * p.H_out[chosen[0]]
+            moved += len(chosen)
+            done = rows if p.H_out is None else int(chosen[0]) + 1
+        p.G[j:] += p.H_in[j, j:, None] * push
+    return moved

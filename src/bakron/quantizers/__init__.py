@@ -12,6 +12,6 @@ from bakron.core.grid import ScalarGrid
 class Quantizer(Protocol):
     """Anything that chooses the grid of a weight before it is solved."""
 
-    def fit(self, weight: Tensor) -> ScalarGrid:
-        """The frozen grid for ``weight`` (d_out, d_in)."""
+    def fit(self, weight: Tensor, column_weights: Tensor | None = None) -> ScalarGrid:
+        """The frozen grid for ``weight`` (d_out, d_in); column_weights (d_in,) say what a squared error in each costs."""
         ...

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
-from bakron.errors import ConfigError, NonFiniteError
+from bakron.errors import ConfigError, NonFiniteError, ShapeError
 
 SHRINKS = 36  # scales tried by the search: this many fractions of the min-max scale
 SMALLEST_SHRINK = 0.3
@@ -40,8 +40,13 @@ class Integer:
         if self.scale not in ("minmax", "mse"):
             raise ConfigError(f"scale: {self.scale!r} is not one of minmax, mse.")
 
-    def fit(self, weight: Tensor) -> ScalarGrid:
-        """The grid for ``weight`` (m, n), in float64 if the weight is, else float32. Raises NonFiniteError."""
+    def fit(self, weight: Tensor, column_weights: Tensor | None = None) -> ScalarGrid:
+        """The grid for ``weight`` (m, n), in float64 if the weight is, else float32.
+
+        column_weights: (n,) ≥ 0, what a squared error in each column costs in the search of scale "mse"; None, and all
+        zeros in a group, is the same for all. In the two-sided loss it is D_in (``LayerProblem.column_weights``).
+        Raises NonFiniteError, ShapeError.
+        """
         work = weight.detach().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
         if not torch.isfinite(work).all():
             raise NonFiniteError("the weight to quantize holds NaN or infinite values.")
@@ -52,20 +57,21 @@ class Integer:
         padded = work.new_zeros(m, n_groups * size)
         padded[:, :n] = work  # zeros are exact on every grid below: they add no error
         groups = padded.view(m * n_groups, size) if n else padded.view(m, 0)
-        scale, zero = self._choose(groups) if groups.numel() else groups.new_zeros(2, 0)
+        importance = None if column_weights is None else _importance(column_weights.to(work), n, size)
+        scale, zero = self._choose(groups, importance) if groups.numel() else groups.new_zeros(2, 0)
         low = -(2 ** (self.bits - 1))
         levels = torch.arange(low, -low, dtype=work.dtype, device=work.device)
         return ScalarGrid(levels, scale.view(m, n_groups), zero.view(m, n_groups), group)
 
-    def _choose(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, groups: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scale and zero (both (k,)) for the k rows of ``groups``; min-max unless the search finds better."""
         candidates = self._candidates(groups)
         best_scale, best_zero = next(candidates)
         if self.scale == "minmax":
             return best_scale, best_zero
-        best_error = self._error(groups, best_scale, best_zero)
+        best_error = self._error(groups, importance, best_scale, best_zero)
         for scale, zero in candidates:
-            error = self._error(groups, scale, zero)
+            error = self._error(groups, importance, scale, zero)
             better = error < best_error
             best_scale = torch.where(better, scale, best_scale)
             best_zero = torch.where(better, zero, best_zero)
@@ -92,8 +98,28 @@ class Integer:
         stored = scale.clamp(limits.tiny * limits.eps, limits.max).to(dtype).to(scale.dtype)
         return torch.where(scale > 0, stored, torch.ones_like(scale))
 
-    def _error(self, groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    def _error(self, groups: Tensor, importance: Tensor | None, scale: Tensor, zero: Tensor) -> Tensor:
         low, high = -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
         scale, zero = scale[:, None], zero[:, None]
         rounded = (groups / scale).round_().add_(zero).clamp_(low, high).sub_(zero).mul_(scale)
-        return rounded.sub_(groups).square_().sum(1)
+        squared = rounded.sub_(groups).square_()
+        if importance is not None:
+            squared.view(-1, *importance.shape).mul_(importance)
+        return squared.sum(1)
+
+
+def _importance(column_weights: Tensor, n: int, size: int) -> Tensor:
+    """The weights (n_groups, size) of the columns of each group, divided by their mean; 1 where all are 0."""
+    if column_weights.shape != (n,):
+        raise ShapeError(
+            f"column weights: expected one for each of {n} columns, got shape {tuple(column_weights.shape)}."
+        )
+    if not bool((torch.isfinite(column_weights) & (column_weights >= 0)).all()):
+        raise NonFiniteError(
+            "column weights: some are negative, NaN or infinite; the Hessian is not a sum of squares."
+        )
+    padded = column_weights.new_zeros(-(-n // size) * size if n else 0)
+    padded[:n] = column_weights
+    groups = padded.view(-1, max(size, 1))
+    mean = groups.mean(1, keepdim=True)
+    return torch.where(mean > 0, groups / mean, torch.ones_like(groups))

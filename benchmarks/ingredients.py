@@ -1,0 +1,132 @@
+"""What weighted scales, coordinate descent and refitted scales gain over the plain sweep, on real Hessian factors.
+
+    bakron collect demo/smollm2 A --inputs static --seed 0 --calibration demo/wikipedia/calibration.jsonl
+    bakron collect demo/smollm2 B --inputs static --seed 1 --calibration demo/wikipedia/calibration.jsonl
+    python benchmarks/ingredients.py demo/smollm2/model.safetensors \\
+        {A,B}/collected/factors/shampoo+H_in/0015.safetensors --bits 2 3 4
+
+Solves each linear of the first factors file and prints, as geometric means over the linears, losses relative to the plain
+sweep's: damped (what the sweep minimises), undamped, and undamped with the second file's factors, which no solver saw.
+Seconds are of this process, relative to the sweep without its factorisations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from bakron.api import PERCDAMP_IN, PERCDAMP_OUT
+from bakron.core.grid import ScalarGrid
+from bakron.core.hessian import KroneckerHessian
+from bakron.core.linalg import damped
+from bakron.core.refine import descend
+from bakron.core.refit import refit_scales
+from bakron.core.solution import LayerProblem, solve_problem
+from bakron.kernels import get_kernel, get_panel_kernel
+from bakron.quantizers.integer import Integer
+
+CPU = torch.device("cpu")
+Row = tuple[float, ...]  # damped, undamped, held out, seconds
+
+
+class Layer:
+    """One linear with its problem, the metrics to judge by, and the rows measured so far."""
+
+    def __init__(self, problem: LayerProblem, held_out: KroneckerHessian, bits: int, group_size: int) -> None:
+        self.problem, self.bits, self.group_size = problem, bits, group_size
+        assert problem.H_in is not None and problem.H_out is not None
+        self.W = problem.weight
+        self.H_in, self.H_out = damped(problem.H_in, PERCDAMP_IN), damped(problem.H_out, PERCDAMP_OUT)
+        self.metrics = KroneckerHessian(self.H_in, self.H_out), problem.hessian, held_out
+        self.rows: dict[str, Row] = {}
+
+    def measure(self, weights: Tensor | None, label: str) -> None:
+        """All that can follow a grid fitted with these column weights."""
+        grid = Integer(self.bits, self.group_size, scale_dtype=torch.bfloat16).fit(self.W, weights)
+        self.problem.factor_in("both")
+        codes, seconds = timed(
+            lambda: solve_problem(self.problem, grid, "both", get_kernel("numba", CPU)).codes
+        )
+        self.add(label, grid, codes, seconds)
+        for passes in (1, 2, 4):
+            moved, more = self.refined(grid, codes, passes, self.H_out)
+            self.add(f"{label}, {passes} passes", grid, moved, seconds + more)
+        assert self.problem.H_out is not None
+        moved, more = self.refined(grid, codes, 2, self.problem.H_out)
+        self.add(f"{label}, 2 passes with H_out undamped", grid, moved, seconds + more)
+        refitted, more = timed(lambda: refit_scales(self.W, grid, codes, self.H_in, self.H_out, 2))
+        stored = refitted.to(torch.bfloat16).to(grid.scale)
+        grid = replace(grid, scale=torch.where(stored > 0, stored, grid.scale))
+        self.add(f"{label}, refit", grid, codes, seconds + more)
+        moved, last = self.refined(grid, codes, 2, self.H_out)
+        self.add(f"{label}, refit, 2 passes", grid, moved, seconds + more + last)
+
+    def refined(self, grid: ScalarGrid, codes: Tensor, passes: int, H_out: Tensor) -> tuple[Tensor, float]:
+        """Codes after coordinate descent, and its seconds."""
+        kernel = get_panel_kernel(CPU)
+        return timed(lambda: descend(self.W, grid, codes, self.H_in, H_out, passes, kernel)[0])
+
+    def add(self, label: str, grid: ScalarGrid, codes: Tensor, seconds: float) -> None:
+        """Judge a solution."""
+        E = grid.values(codes) - self.W
+        self.rows[label] = *(metric.loss(E) for metric in self.metrics), seconds
+
+
+def timed(work: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """The result and the process's seconds."""
+    started = time.process_time()
+    return work(), time.process_time() - started
+
+
+def main() -> None:
+    """Measure and print one table a bit width."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("factors", type=Path)
+    parser.add_argument("held_out", type=Path)
+    parser.add_argument("--bits", type=int, nargs="+", default=[3])
+    parser.add_argument("--group-size", type=int, default=64)
+    args = parser.parse_args()
+    for bits in args.bits:
+        layers: list[dict[str, Row]] = []
+        with (
+            safe_open(args.weights, "pt") as weights,
+            safe_open(args.factors, "pt") as train,
+            safe_open(args.held_out, "pt") as held_out,
+        ):
+            for key in train.keys():  # noqa: SIM118
+                if key.endswith(".H_in"):
+                    name = key.removesuffix(".H_in")
+                    W = weights.get_tensor(f"{name}.weight").float()
+                    hessians = [
+                        KroneckerHessian(file.get_tensor(key), file.get_tensor(f"{name}.H_out"))
+                        for file in (train, held_out)
+                    ]
+                    problem = LayerProblem(name, W, hessians[0], PERCDAMP_IN, PERCDAMP_OUT)
+                    layer = Layer(problem, hessians[1], bits, args.group_size)
+                    layer.measure(None, "sweep")
+                    layer.measure(problem.column_weights(), "weighted scales")
+                    layers.append(layer.rows)
+        print(
+            f"\n| {bits} bits, {len(layers)} linears | damped | undamped | held out | seconds |\n|---|---|---|---|---|"
+        )
+        for label in layers[0]:
+            cells = []
+            for column in range(4):
+                ratios = [rows[label][column] / rows["sweep"][column] for rows in layers]
+                cells.append(f"{statistics.geometric_mean(ratios):.3f}")
+            print(f"| {label} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
