@@ -50,7 +50,9 @@ class Layer:
 
     def measure(self, weights: Tensor | None, label: str) -> None:
         """All that can follow a grid fitted with these column weights."""
-        grid = Integer(self.bits, self.group_size, scale_dtype=torch.bfloat16).fit(self.W, weights)
+        grid = Integer(self.bits, self.group_size, scale="hessian", scale_dtype=torch.bfloat16).fit(
+            self.W, weights
+        )
         self.problem.factor_in("both")
         codes, seconds = timed(
             lambda: solve_problem(self.problem, grid, "both", get_kernel("numba", CPU)).codes

@@ -22,7 +22,7 @@ group_sizes = st.sampled_from([-1, 1, 3, 8, 128])
 dtypes = st.sampled_from([torch.float32, torch.float64])
 scale_dtypes = st.sampled_from([None, torch.float32, torch.float16, torch.bfloat16])
 quantizers = st.builds(
-    Integer, bits, group_sizes, st.booleans(), st.sampled_from(["minmax", "mse"]), scale_dtype=scale_dtypes
+    Integer, bits, group_sizes, st.booleans(), st.sampled_from(["minmax", "mse", "hessian"]), scale_dtype=scale_dtypes
 )
 
 
@@ -127,7 +127,7 @@ def test_the_weighted_search_never_loses_in_the_weighted_error(
     importance = torch.from_numpy(np.random.default_rng(seed).exponential(1, shape[1]) ** 4)
     searched, unweighted, covered = (
         errors(W, Integer(n_bits, group_size, symmetric, kind, scale_dtype).fit(W, given), importance)
-        for kind, given in (("mse", importance), ("mse", None), ("minmax", importance))
+        for kind, given in (("hessian", importance), ("mse", importance), ("minmax", importance))
     )
     assert bool((searched <= torch.minimum(unweighted, covered) * (1 + 1e-5)).all())
 
@@ -150,7 +150,7 @@ def test_a_heavy_column_gets_the_scale_that_it_needs() -> None:
     importance[9] = 1e6
     of_column = [
         float((grid.values(grid.nearest(W)) - W)[:, 9].square().mean())
-        for grid in (Integer(3, 8).fit(W), Integer(3, 8).fit(W, importance))
+        for grid in (Integer(3, 8, scale=kind).fit(W, importance) for kind in ("mse", "hessian"))
     ]
     assert of_column[1] < 0.1 * of_column[0]
 
@@ -166,7 +166,7 @@ def test_a_heavy_column_gets_the_scale_that_it_needs() -> None:
 )
 def test_bad_column_weights_are_named(importance: torch.Tensor, error: type[Exception], word: str) -> None:
     with pytest.raises(error) as caught:
-        Integer(4, 3).fit(torch.ones(2, 6), importance)
+        Integer(4, 3, scale="hessian").fit(torch.ones(2, 6), importance)
     assert word in str(caught.value)
 
 

@@ -46,7 +46,7 @@ def solve(
     [[3, -1], [2, 3]]
     """
     problem = LayerProblem(name, W, KroneckerHessian(H_in, H_out), percdamp_in, percdamp_out, shrink_out)
-    grid = (quantizer or Integer()).fit(W)
+    grid = (quantizer or Integer()).fit(W, problem.column_weights(act_order))
     return solve_problem(
         problem, grid, act_order, None if kernel == "reference" else get_kernel(kernel, W.device)
     )

@@ -28,7 +28,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "symmetric": Option(
             bool, "symmetric", "Grid with or without a zero point.", ("--symmetric/--asymmetric",)
         ),
-        "scale": Option(Literal["mse", "minmax"], "mse", "Scales of least squared error, or of no clipping."),
+        "scale": Option(
+            Literal["minmax", "mse", "hessian"],
+            "mse",
+            "Scales of least squared error, of least error as the Hessian weighs it, or of no clipping.",
+        ),
         "format": Option(
             str, "compressed-tensors", "Checkpoint format: compressed-tensors (vLLM, transformers) or dense."
         ),
@@ -74,6 +78,9 @@ OPTIONS: dict[str, dict[str, Option]] = {
             Literal["none", "in", "out", "both"],
             "both",
             "Sides that are rounded in descending order of their Hessian's diagonal.",
+        ),
+        "refine": Option(
+            int, "0", "At most so many passes of coordinate descent over the codes after rounding."
         ),
         "kernel": Option(str, "auto", "Code that rounds a tile: auto, torch or numba."),
     },

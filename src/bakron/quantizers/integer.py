@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from bakron.core.grid import ScalarGrid
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
 
+Scale = Literal["minmax", "mse", "hessian"]
 SHRINKS = 36  # scales tried by the search: this many fractions of the min-max scale
 SMALLEST_SHRINK = 0.3
 
@@ -21,7 +22,8 @@ class Integer:
     """Codes in [−2^(bits−1), 2^(bits−1) − 1], value = scale·(code − zero), zero an integer in the same range.
 
     group_size: columns that share a scale, −1 for the whole row; a last short group is allowed.
-    scale: "minmax" covers every weight; "mse" takes the scale (and zero) of least squared rounding error.
+    scale: "minmax" covers every weight; "mse" takes the scale (and zero) of least squared rounding error; "hessian" the same
+    with the squared errors weighted by what they cost in each column.
     scale_dtype: scales are rounded to it before anything is solved, so that a checkpoint stores them exactly;
     None keeps the precision of the weight.
     """
@@ -29,7 +31,7 @@ class Integer:
     bits: int = 4
     group_size: int = 128
     symmetric: bool = True
-    scale: Literal["minmax", "mse"] = "mse"
+    scale: Scale = "mse"
     scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -37,13 +39,13 @@ class Integer:
             raise ConfigError(f"bits: {self.bits!r} is not a whole number from 2 to 8.")
         if self.group_size != -1 and self.group_size < 1:
             raise ConfigError(f"group_size: {self.group_size} is neither positive nor -1 (the whole row).")
-        if self.scale not in ("minmax", "mse"):
-            raise ConfigError(f"scale: {self.scale!r} is not one of minmax, mse.")
+        if self.scale not in get_args(Scale):
+            raise ConfigError(f"scale: {self.scale!r} is not one of {', '.join(get_args(Scale))}.")
 
     def fit(self, weight: Tensor, column_weights: Tensor | None = None) -> ScalarGrid:
         """The grid for ``weight`` (m, n), in float64 if the weight is, else float32.
 
-        column_weights: (n,) ≥ 0, what a squared error in each column costs in the search of scale "mse"; None, and all
+        column_weights: (n,) ≥ 0, what a squared error in each column costs, read by scale "hessian" only; None, and all
         zeros in a group, is the same for all. In the two-sided loss it is D_in (``LayerProblem.column_weights``).
         Raises NonFiniteError, ShapeError.
         """
@@ -57,7 +59,8 @@ class Integer:
         padded = work.new_zeros(m, n_groups * size)
         padded[:, :n] = work  # zeros are exact on every grid below: they add no error
         groups = padded.view(m * n_groups, size) if n else padded.view(m, 0)
-        importance = None if column_weights is None else _importance(column_weights.to(work), n, size)
+        weighted = column_weights is not None and self.scale == "hessian"
+        importance = None if not weighted else _importance(column_weights.to(work), n, size)
         scale, zero = self._choose(groups, importance) if groups.numel() else groups.new_zeros(2, 0)
         low = -(2 ** (self.bits - 1))
         levels = torch.arange(low, -low, dtype=work.dtype, device=work.device)

@@ -20,6 +20,7 @@ from bakron.models import Decoder, Viewer
 from bakron.run.progress import Progress, stage
 from bakron.run.store import Store
 
+REPLAY_CHECKED = 512  # tokens of the first sequence on which blocks run by themselves are compared with the model
 HEAD_CHUNK = 256  # tokens whose logits are in memory at once
 
 
@@ -95,7 +96,10 @@ def collect(
     seed: int,
     progress: Progress,
 ) -> None:
-    """Fill ``store`` with what ``need`` says; finished pieces are kept. Raises NonFiniteError naming block and sequence."""
+    """Fill ``store`` with what ``need`` says; finished pieces are kept.
+
+    Raises NonFiniteError naming block and sequence, ModelError when blocks run by themselves are not the model's own.
+    """
     in_forward = need.factors and not get_estimator(need.estimator).needs_gradients
     _embed(decoder, sequences, store)
     if need.boundaries or need.factors:
@@ -117,6 +121,7 @@ def check_finite(states: Tensor, what: str, index: int) -> None:
 
 def _embed(decoder: Decoder, sequences: Sequence[Tensor], store: Store) -> None:
     if not store.has(boundary(0)):
+        decoder.check_replay(sequences[0][:REPLAY_CHECKED].to(decoder.device))
         states = [decoder.embed(ids.to(decoder.device)) for ids in sequences]
         store.save(boundary(0), {"h": torch.cat(states)})
 

@@ -18,7 +18,7 @@ from bakron.core.solution import ActOrder
 from bakron.errors import ConfigError
 from bakron.estimators import get_estimator
 from bakron.kernels import kernel_names
-from bakron.quantizers.integer import Integer
+from bakron.quantizers.integer import Integer, Scale
 
 Method = Literal["bakron", "gptq", "rtn"]
 _ESTIMATOR_OF = {"bakron": "shampoo", "gptq": "gram", "rtn": "identity"}
@@ -38,6 +38,7 @@ class Settings:
     aim: how far sequential layers that write to the hidden state move towards undoing its drift, 0 … 1; None is 1 for
     bakron and 0 for gptq.
     percdamp_aim: damping of that move, in units of H_in's mean diagonal; more follows less of the noise.
+    refine: passes of coordinate descent over a layer's codes after the sweep, at most.
     skip: regular expressions; linears whose name matches one are left as they are.
 
     Raises ConfigError for values out of range or in contradiction.
@@ -46,7 +47,7 @@ class Settings:
     bits: int = 4
     group_size: int = 64
     symmetric: bool = True
-    scale: Literal["mse", "minmax"] = "mse"
+    scale: Scale = "mse"
     method: Method = "bakron"
     estimator: str | None = None
     labels: Literal["model", "data"] = "model"
@@ -57,6 +58,7 @@ class Settings:
     percdamp_out: float = PERCDAMP_OUT
     shrink_out: float = 0.0
     act_order: ActOrder = "both"
+    refine: int = 0
     kernel: str = "auto"
     calibration: str | None = None
     n_sequences: int = 128
@@ -72,6 +74,10 @@ class Settings:
         for field, allowed in _CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ConfigError(f"{field}: {getattr(self, field)!r} is not one of {', '.join(allowed)}.")
+        if self.refine < 0:
+            raise ConfigError(
+                f"refine: {self.refine} is negative; 0 leaves the codes as the sweep found them."
+            )
         for field in ("n_sequences", "sequence_length"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}: {getattr(self, field)} must be at least 1.")
@@ -159,7 +165,7 @@ _CHOICES = {
     "method": get_args(Method),
     "labels": ("model", "data"),
     "inputs": ("sequential", "static"),
-    "scale": ("mse", "minmax"),
+    "scale": get_args(Scale),
     "act_order": get_args(ActOrder),
     "sampling": ("pack", "per-sample"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),

@@ -13,10 +13,11 @@ from torch import Tensor
 from bakron.core.hessian import KroneckerHessian
 from bakron.core.layers import LinearSpec, SolvedLayer
 from bakron.core.linalg import gram
+from bakron.core.refine import refined
 from bakron.core.solution import LayerProblem, solve_problem
 from bakron.core.target import aimed_weight
 from bakron.errors import CertificateError, ModelError
-from bakron.kernels import get_kernel
+from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.models import Decoder
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
 from bakron.run.progress import Progress, stage
@@ -238,8 +239,7 @@ def _solve_linear(
 ) -> tuple[SolvedLayer, dict[str, Any]]:
     """Round one linear; also its row of the report."""
     started = time.perf_counter()
-    W = decoder.get_weight(spec.name)
-    grid = settings.quantizer(scale_dtype).fit(W)
+    W = original = decoder.get_weight(spec.name)
     hessian = statistics.hessian(spec.name)
     if settings.method != "bakron":
         hessian = KroneckerHessian(hessian.H_in, None, hessian.n_sequences, hessian.n_tokens)
@@ -250,6 +250,7 @@ def _solve_linear(
     problem = LayerProblem(
         spec.name, W, hessian, settings.percdamp_in, settings.percdamp_out, settings.shrink_out
     )
+    grid = settings.quantizer(scale_dtype).fit(original, problem.column_weights(settings.act_order))
     kernel = None if settings.kernel == "reference" else get_kernel(settings.kernel, W.device)
     solution = solve_problem(problem, grid, settings.act_order, kernel)
     if not solution.certificate.worst <= CERTIFICATE_LIMIT:  # so that NaN fails too
@@ -258,6 +259,7 @@ def _solve_linear(
             f"{solution.certificate.worst:.3g} grid steps. This is a defect of kernel {settings.kernel!r}: "
             "choose kernel torch and report it."
         )
+    solution = refined(solution, settings.refine, get_panel_kernel(W.device))
     layer = SolvedLayer(
         spec,
         settings.scheme,
