@@ -22,7 +22,12 @@ group_sizes = st.sampled_from([-1, 1, 3, 8, 128])
 dtypes = st.sampled_from([torch.float32, torch.float64])
 scale_dtypes = st.sampled_from([None, torch.float32, torch.float16, torch.bfloat16])
 quantizers = st.builds(
-    Integer, bits, group_sizes, st.booleans(), st.sampled_from(["minmax", "mse", "hessian"]), scale_dtype=scale_dtypes
+    Integer,
+    bits,
+    group_sizes,
+    st.booleans(),
+    st.sampled_from(["minmax", "mse", "hessian"]),
+    scale_dtype=scale_dtypes,
 )
 
 

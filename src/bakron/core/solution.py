@@ -196,16 +196,18 @@ def solve_problem(
     W = problem.weight.detach()
     W = W if W.dtype == torch.float64 else W.to(torch.float32)
     with whole_team() as team:
-        (columns, factor_in, U_in), (rows, factor_out, U_out) = _factors(problem, act_order, team)
-        ordered_W = gathered(W, rows, columns, W.dtype, team)
+        (columns, factor_in, U_in), (rows, factor_out, U_out) = sides(problem, act_order, team)
+        ordered_W = [gathered(W, rows, columns, W.dtype, team)]  # in a list, so that the sweep can free it
     ordered_grid = grid.permute(rows, columns)
     if kernel is None:
-        ordered = round_in_order(ordered_W, ordered_grid.to(W.dtype), U_in, U_out)
+        ordered = round_in_order(ordered_W.pop(), ordered_grid.to(W.dtype), U_in, U_out)
     else:
-        ordered = sweep(ordered_W, ordered_grid, U_in, U_out, kernel, tile)
+        ordered = sweep(ordered_W.pop(), ordered_grid, U_in, U_out, kernel, tile)
     del U_in, U_out
     with whole_team() as team:
-        certificate, clip_rate = _certify(ordered_W, ordered_grid, ordered, factor_in, factor_out, team)
+        certificate, clip_rate = _certify(
+            W, rows, columns, ordered_grid, ordered, factor_in, factor_out, team
+        )
     codes = torch.empty_like(ordered)
     codes[rows[:, None], columns] = ordered
     return Solution(
@@ -228,7 +230,7 @@ Side = tuple[Tensor, Factor | None, Tensor | None]
 """The order of a side, its factor in that order, and U in the dtype of the sweep; None for the identity."""
 
 
-def _factors(problem: LayerProblem, act_order: ActOrder, team: Team) -> tuple[Side, Side]:
+def sides(problem: LayerProblem, act_order: ActOrder, team: Team) -> tuple[Side, Side]:
     """Both sides, input first; at the same time when they are about equally large."""
     dtype = torch.float64 if problem.weight.dtype == torch.float64 else torch.float32
 
@@ -248,6 +250,8 @@ def _factors(problem: LayerProblem, act_order: ActOrder, team: Team) -> tuple[Si
 
 def _certify(
     W: Tensor,
+    row_order: Tensor,
+    column_order: Tensor,
     grid: ScalarGrid,
     codes: Tensor,
     factor_in: Factor | None,
@@ -256,7 +260,8 @@ def _certify(
 ) -> tuple[Certificate, float]:
     """Recompute η = U_outᵀ E U_in in float64 from the codes alone and measure the worst rounding excess.
 
-    By stripes of rows and then of columns, so that η is the only whole matrix in float64.
+    All but W are in the order of rounding.  By stripes of rows and then of columns, so that η is the only whole matrix in
+    float64.
     """
     m, n = W.shape
     grid = grid.to(torch.float64)
@@ -266,7 +271,8 @@ def _certify(
 
     def rows(i: int, k: int) -> None:
         stripe = ScalarGrid(grid.levels, grid.scale[i:k], grid.zero[i:k], grid.group)
-        E = stripe.values(codes[i:k]) - W[i:k].to(torch.float64)
+        ordered_W = W.index_select(0, row_order[i:k]).index_select(1, column_order)
+        E = stripe.values(codes[i:k]) - ordered_W.to(torch.float64)
         eta[i:k] = E if factor_in is None else factor_in.times(E)
 
     def columns(j: int, k: int) -> None:

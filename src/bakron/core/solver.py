@@ -28,7 +28,7 @@ ROW_TILE_ONE_SIDED = 512  # rows do not interact when H_out = I: taller tiles, a
 class Sweep:
     """The matrices of one sweep, all in its dtype and (m, n) unless noted; the kernel and the recursion fill them.
 
-    W: weight.  T: W − Σ_{k<i} U_out[k,i] P[k,j] over the rows outside the current tile that are done.
+    W: weight; the same memory as E, whose entries take its place.  T: W − Σ_{k<i} U_out[k,i] P[k,j] over the rows outside the current tile that are done.
     P: E U_in over the columns that are done.  E: Ŵ − W.  codes: int16.
     U_out (m, m), U_in (n, n): unit upper triangular, or None for the identity.
     """
@@ -45,7 +45,9 @@ class Sweep:
 
 
 TileKernel = Callable[[Sweep, int, int, int, int], None]
-"""``kernel(sweep, r0, r1, c0, c1)`` rounds one tile: reads T, W and P, writes E, codes and the finished P."""
+"""``kernel(sweep, r0, r1, c0, c1)`` rounds one tile: reads T, W and P, writes E, codes and the finished P.
+
+An entry of W is to be read before that of E is written."""
 
 Kernel = TileKernel | WavefrontKernel
 """What rounds inside tiles, and with it the order of the tiles: the recursion below, or ``core.wavefront``."""
@@ -69,17 +71,19 @@ def sweep(
         return sweep_wavefront(W, grid, U_in, U_out, kernel, tile or WAVEFRONT_TILE)
     tile = tile or TILE
     m, n = W.shape
+    E = padded(m, n, W.dtype, W.device).copy_(W)
     state = Sweep(
-        W=W.contiguous(),
+        W=E,
         T=padded(m, n, W.dtype, W.device).copy_(W),
         P=padded(m, n, W.dtype, W.device).zero_(),
-        E=padded(m, n, W.dtype, W.device),
+        E=E,
         codes=torch.empty(m, n, dtype=torch.int16, device=W.device),
         U_out=None if U_out is None else U_out.to(W.dtype),
         U_in=None if U_in is None else U_in.to(W.dtype),
         grid=grid.to(W.dtype),
     )
     shape = (ROW_TILE_ONE_SIDED if U_out is None else tile, tile)
+    del W, U_in, U_out  # a caller may have kept none of them
     if m and n:
         with whole_team() as team:
             _Recursion(state, kernel, shape).solve(team, 0, m, 0, n)

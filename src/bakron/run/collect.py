@@ -20,7 +20,9 @@ from bakron.models import Decoder, Viewer
 from bakron.run.progress import Progress, stage
 from bakron.run.store import Store
 
-REPLAY_CHECKED = 512  # tokens of the first sequence on which blocks run by themselves are compared with the model
+REPLAY_CHECKED = (
+    512  # tokens of the first sequence on which blocks run by themselves are compared with the model
+)
 HEAD_CHUNK = 256  # tokens whose logits are in memory at once
 
 
