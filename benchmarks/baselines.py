@@ -67,7 +67,8 @@ def quartic(problem: Problem, U_in: Tensor, U_out: Tensor) -> Tensor:
         r1 = min(r0 + QUARTIC_TILE, m)
         for c0 in range(0, n, QUARTIC_TILE):
             c1 = min(c0 + QUARTIC_TILE, n)
-            feedback = U_out[:r1, r0:r1].T @ E[:r1, :c1] @ U_in[:c1, c0:c1]  # E of the tile itself is still zero
+            # E of the tile itself is still zero
+            feedback = U_out[:r1, r0:r1].T @ E[:r1, :c1] @ U_in[:c1, c0:c1]
             tile = (slice(r0, r1), slice(c0, c1))
             _round_tile(
                 (problem.W[tile] - feedback).numpy(),

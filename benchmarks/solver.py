@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ SHAPES = [
 SMALL = {"quartic": 1024}  # methods that are measured only on matrices of at most so many rows and columns
 COUNTED = 4096  # products are counted, in an extra sweep, on matrices of at most so many rows and columns
 MEMORY_METHODS = ("bakron", "bakron-certified", "classic")
-MEMORY_SIZES = (2048, 4096)  # peak memory is measured where both sides are within these: less is lost among buffers
+MEMORY_SIZES = (2048, 4096)  # peak memory is measured where both sides are within these
 PEERS = ("gptqmodel", "llmcompressor")
 
 
@@ -101,9 +101,7 @@ def certified(problem: Problem) -> Outcome:
 def quartic_rounding(problem: Problem) -> Outcome:
     """Two-sided rounding at quartic cost, with its factorisations; no act-order."""
     started = time.perf_counter()
-    U_in, U_out = (
-        factorise(H.to(torch.float64), PERCDAMP, "H").U for H in (problem.H_in, problem.H_out)
-    )
+    U_in, U_out = (factorise(H.to(torch.float64), PERCDAMP, "H").U for H in (problem.H_in, problem.H_out))
     factored = time.perf_counter()
     return Outcome(quartic(problem, U_in, U_out), {"factorise": factored - started})
 
@@ -162,11 +160,10 @@ class Peer:
 
 
 def measure_shape(
-    m: int, n: int, methods: Iterable[str], peers: dict[str, Peer], repeats: int, seconds: float, threads: int
+    m: int, n: int, methods: Sequence[str], peers: dict[str, Peer], repeats: int, seconds: float, threads: int
 ) -> list[dict[str, Any]]:
     """A row for each method; ``repeats`` rounds, or fewer (at least one) where they would take over ``seconds``."""
     problem = make_problem(m, n)
-    methods = [method for method in methods if max(m, n) <= SMALL.get(method, max(m, n))]
     times: dict[str, list[float]] = {method: [] for method in methods}
     parts: dict[str, dict[str, list[float]]] = {method: {} for method in methods}
     losses: dict[str, tuple[float, float]] = {}
@@ -325,6 +322,14 @@ def read(results: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def finished(rows: Sequence[dict[str, str]], key: dict[str, str]) -> set[tuple[int, int, str]]:
+    """(m, n, method) of the rows with this identity; none where the solver has changes that no commit names."""
+    if key["commit"].endswith("-dirty"):
+        return set()
+    same = (row for row in rows if all(row[name] == key[name] for name in IDENTITY))
+    return {(int(row["m"]), int(row["n"]), row["method"]) for row in same}
+
+
 def append(results: Path, rows: list[dict[str, Any]]) -> None:
     """Add rows, and the header to a new file."""
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -352,7 +357,7 @@ def main() -> None:
         "--methods", nargs="+", choices=[*METHODS, *PEERS], help="default: ours, and the peers given"
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds for each shape, at most")
-    parser.add_argument("--seconds", type=float, default=240, help="about so long for the rounds of one shape")
+    parser.add_argument("--seconds", type=float, default=240, help="time for the rounds of a shape, about")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--peer-python", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/solver.csv")
@@ -369,17 +374,13 @@ def main() -> None:
         parser.error(f"--peer-python {missing[0]}=PATH is needed for {missing[0]}")
     set_threads(args.threads)
     key = identity(args.threads)
-    done = set() if key["commit"].endswith("-dirty") else {
-        (row["m"], row["n"], row["method"])
-        for row in read(args.results)
-        if all(row[name] == key[name] for name in IDENTITY)
-    }
+    done = finished(read(args.results), key)
     peers = {name: Peer(name, pythons[name], args.threads) for name in pythons if name in methods}
     try:
         _warm_up(methods, peers)
         for m, n in map(parse_shape, args.shapes):
             wanted = [name for name in methods if max(m, n) <= SMALL.get(name, max(m, n))]
-            if all((str(m), str(n), method) in done for method in wanted):
+            if all((m, n, method) in done for method in wanted):
                 continue
             started = time.perf_counter()
             rows = measure_shape(m, n, wanted, peers, args.repeats, args.seconds, args.threads)
@@ -395,7 +396,7 @@ def main() -> None:
     return None
 
 
-def _warm_up(methods: Iterable[str], peers: dict[str, Peer]) -> None:
+def _warm_up(methods: Sequence[str], peers: dict[str, Peer]) -> None:
     """Compile, and let libraries set themselves up, on a small problem."""
     problem = make_problem(128, 256)
     with tempfile.TemporaryDirectory() as name:

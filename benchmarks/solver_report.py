@@ -36,13 +36,13 @@ class Measured:
         self.last = rows[-1]
         same = ("commit", "hardware", "threads")
         self.rows = [row for row in rows if all(row[name] == self.last[name] for name in same)]
-        shapes = {(int(row["m"]), int(row["n"])) for row in self.rows}
+        shapes = {shape_of(row) for row in self.rows}
         self.shapes = sorted(shapes, key=lambda shape: (shape[0] != shape[1], math.prod(shape), shape))
 
     def row(self, shape: Shape, method: str, run: str | None = None) -> Row | None:
         """The last row of the method, or the one of a certain run."""
         for row in reversed(self.rows):
-            if (int(row["m"]), int(row["n"])) == shape and row["method"] == method and run in (None, row["run"]):
+            if (shape_of(row), row["method"]) == (shape, method) and run in (None, row["run"]):
                 return row
         return None
 
@@ -54,7 +54,7 @@ class Measured:
     def ratios(self, shape: Shape, method: str, baseline: str) -> list[float]:
         """method / baseline, round by round, of the last run that timed them in turn."""
         for row in reversed(self.rows):
-            if (int(row["m"]), int(row["n"])) != shape or row["method"] != method:
+            if (shape_of(row), row["method"]) != (shape, method):
                 continue
             if other := self.row(shape, baseline, row["run"]):
                 pairs = zip(row["seconds"].split(), other["seconds"].split(), strict=True)
@@ -67,6 +67,11 @@ class Measured:
         if row is None:
             return []
         return [float(value) / (flops(shape) / rate(row)) for value in row["seconds"].split()]
+
+
+def shape_of(row: Row) -> Shape:
+    """(m, n) of a row."""
+    return int(row["m"]), int(row["n"])
 
 
 def flops(shape: Shape) -> float:
@@ -135,7 +140,7 @@ def beyond_factors(data: Measured, shape: Shape, method: str) -> float | None:
 def setting(data: Measured) -> str:
     """Where and what was measured."""
     last = data.last
-    rates = [float(row["gemm_gflops"]) for row in data.rows if max(int(row["m"]), int(row["n"])) >= 1024]
+    rates = [float(row["gemm_gflops"]) for row in data.rows if max(shape_of(row)) >= 1024]
     versions = sorted({f"{NAMES[row['method']]} {row['version']}" for row in data.rows if row["version"]})
     return (
         f"{last['hardware']}; {last['threads']} threads; torch {last['torch']}; solver of commit "
@@ -188,8 +193,8 @@ def ratios(data: Measured) -> str:
         ]
         for shape in data.shapes
     ]
-    header = [*(f"/ {NAMES[baseline]}" for baseline in BASELINES), "one-sided / classic GPTQ", "/ flops at peak"]
-    return table(["shape", *header], lines)
+    over = (f"/ {NAMES[baseline]}" for baseline in BASELINES)
+    return table(["shape", *over, "one-sided / classic GPTQ", "/ flops at peak"], lines)
 
 
 def parts(data: Measured) -> str:
@@ -228,7 +233,9 @@ def growth(data: Measured) -> str:
 
 def memory(data: Measured) -> str:
     """Peak memory above the problem."""
-    methods = [method for method in NAMES if any((data.row(s, method) or {}).get("memory") for s in data.shapes)]
+    methods = [
+        method for method in NAMES if any(row["memory"] for row in data.rows if row["method"] == method)
+    ]
     lines = []
     for shape in data.shapes:
         cells = [name(shape)]

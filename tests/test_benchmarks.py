@@ -1,4 +1,4 @@
-"""Claims: the solver benchmark writes a row for each method, skips what it has, and reports; its baselines are fair:
+"""Claims: the solver benchmark writes a row for each method, knows what it has, and reports; its baselines are fair:
 classic GPTQ has our one-sided loss, the quartic rounding our two-sided one, on the same grid and damping.
 """
 
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import torch  # noqa: E402
 from baselines import classic_gptq, quartic  # noqa: E402
 from problems import PERCDAMP, Problem, make_problem  # noqa: E402
+from solver import finished  # noqa: E402
 from solver_report import TABLES, Measured, beyond_factors, exponent, goals, ratios, times  # noqa: E402
 
 from bakron.core.hessian import KroneckerHessian  # noqa: E402
@@ -44,11 +45,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(results: Path) -> str:
     """Run the script on one small shape; what it printed."""
-    command = [sys.executable, "benchmarks/solver.py", "--shapes", "64x48", "--repeats", "2", "--threads", "1"]
+    options = "--shapes 64x48 --repeats 2 --threads 1 --results".split()
+    command = [sys.executable, "benchmarks/solver.py", *options, str(results)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [*command, "--results", str(results)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -72,6 +72,17 @@ def test_a_row_for_each_method(results: Path) -> None:
         assert float(rows[method]["loss_one_sided"]) == pytest.approx(one_sided, rel=0.01)
 
 
+def test_only_rows_of_the_same_solver_machine_and_threads_count_as_finished(results: Path) -> None:
+    rows = list(csv.DictReader(results.open()))
+    key = {name: rows[0][name] for name in ("commit", "hardware", "threads")} | {"commit": "c"}
+    rows = [row | {"commit": "c"} for row in rows]
+    assert finished(rows, key) == {(64, 48, row["method"]) for row in rows}
+    for name in key:
+        assert finished(rows, key | {name: "another"}) == set()
+    dirty = {"commit": "c-dirty"}
+    assert finished([row | dirty for row in rows], key | dirty) == set()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_classic_gptq_is_our_one_sided_solve(act_order: bool, transposed: bool) -> None:
@@ -90,9 +101,10 @@ def test_quartic_rounding_is_our_two_sided_solve() -> None:
 
 def made_up(m: int, method: str, seconds: str, **more: str) -> dict[str, str]:
     """A row of the results."""
-    row = dict(run="1", commit="c", hardware="h", threads="2", torch="t", version="", gemm_gflops="100")
-    row |= dict(factorise="0.1", sweep="0.2", loss="1", loss_one_sided="2", memory="", product_flops="")
-    return row | dict(m=str(m), n=str(m), method=method, seconds=seconds) | more
+    row = dict.fromkeys(("version", "memory", "product_flops"), "")
+    row |= {"run": "1", "commit": "c", "hardware": "h", "threads": "2", "torch": "t", "gemm_gflops": "100"}
+    row |= {"factorise": "0.1", "sweep": "0.2", "loss": "1", "loss_one_sided": "2"}
+    return row | {"m": str(m), "n": str(m), "method": method, "seconds": seconds} | more
 
 
 def test_the_report_compares_within_rounds_and_says_which_goals_are_missed() -> None:
@@ -119,7 +131,8 @@ def test_the_report_compares_within_rounds_and_says_which_goals_are_missed() -> 
 
 
 def test_ratios_are_never_taken_across_runs() -> None:
-    rows = [made_up(1024, "bakron", "1"), made_up(1024, "classic", "2"), made_up(1024, "bakron", "8", run="2")]
+    rows = [made_up(1024, "bakron", "1"), made_up(1024, "classic", "2")]
+    rows.append(made_up(1024, "bakron", "8", run="2"))
     assert Measured(rows).ratios((1024, 1024), "bakron", "classic") == [0.5]
     assert Measured(rows[1:]).ratios((1024, 1024), "bakron", "classic") == []
 
