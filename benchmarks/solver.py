@@ -124,13 +124,17 @@ class Peer:
         # GPTQModel sizes its pools by the second; neither may look for a GPU
         limits = {"CUDA_VISIBLE_DEVICES": "", "GPTQMODEL_CPU_WORKERS": str(max(threads, 2))}
         self.name = name
+        answers, end = os.pipe()  # a library may print whatever it likes: its stdout is our stderr
         self.process = subprocess.Popen(
-            [python, str(script), str(threads)],
+            [python, str(script), str(threads), str(end)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=2,
+            pass_fds=(end,),
             text=True,
             env={**os.environ, **limits, "OMP_NUM_THREADS": str(threads)},
         )
+        os.close(end)
+        self.answers = os.fdopen(answers)
         self.version = str(self._answer()["version"])
 
     def run(self, folder: Path) -> tuple[float, Outcome]:
@@ -149,8 +153,7 @@ class Peer:
         self.process.wait()
 
     def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.answers.readline()
         if not line:
             raise SystemExit(f"{self.name}: its process ended, see the messages above")
         return json.loads(line)

@@ -1,4 +1,7 @@
-"""What the scripts of this directory share: problems come in as lines on stdin, times go out as lines on stdout."""
+"""What the scripts of this directory share: problems come in as lines on stdin, times go out on a pipe.
+
+Arguments: the number of threads, and the file descriptor to answer on.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,7 @@ def serve(package: str, prepare: Prepare) -> None:
 
     Request: folder of the ``.npy`` files, percdamp, and where to write the weight. Answer: seconds.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the library prints goes to stderr
+    answers = os.fdopen(int(sys.argv[2]), "w")
     torch.set_num_threads(int(sys.argv[1]))
     print(json.dumps({"version": version(package)}), file=answers, flush=True)
     for line in sys.stdin:
