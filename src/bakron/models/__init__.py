@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from bakron.models.decoder import Decoder
 from bakron.models.load import load_decoder
+from bakron.models.view import Viewer, check_views
 
-__all__ = ["Decoder", "load_decoder"]
+__all__ = ["Decoder", "Viewer", "check_views", "load_decoder"]

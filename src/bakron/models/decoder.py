@@ -119,6 +119,10 @@ class Decoder:
         """Block b on the hidden state h (T, d) → (T, d); differentiable in h when gradients are enabled."""
         return self._calls.get(h.shape[0])[b](self.blocks[b], h[None])[0]
 
+    def arguments(self, b: int, length: int) -> dict[str, Any]:
+        """The keyword arguments that block b gets besides its hidden state, in a sequence of this length."""
+        return self._calls.get(length)[b].kwargs
+
     @overload
     def run_block_capturing(
         self, b: int, h: Tensor, *, outputs: Literal[False] = False, until: str | None = None

@@ -17,5 +17,12 @@ MAX_LENGTH_FIELDS = (
 # Path components that make a linear of a mixture-of-experts module a router.
 ROUTER_NAMES = frozenset({"gate", "router", "wg", "shared_expert_gate"})
 
+# Names of the linears of an MLP (up, down and, where there is one, gate), and of attention (query, key, value, output).
+MLP_LINEARS = (("up_proj", "down_proj", "gate_proj"), ("c_fc", "c_proj"))
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+# Names of an MLP's activation function.
+ACTIVATION_NAMES = ("act_fn", "act", "activation_fn")
+
 # Endings of the class names of causal language models, as config.json lists them under "architectures".
 CAUSAL_CLASS_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
