@@ -1,9 +1,10 @@
 """Claims about Hessian factors: ``collect`` stores what the formulas say, and the formulas are the Fisher matrix's.
 
 1. gram, kfac and shampoo factors and token weights equal explicit sums over sequences and tokens, taken by plain
-   autograd over the entire transformers model with the same labels.
-2. Labels are drawn from the model's own distribution; head chunks do not matter.
-3. kfac and shampoo equal the dense Fisher matrix where a Kronecker product can; shampoo's are always its partial traces.
+   autograd over the entire transformers model with the same labels; token and sequence equal their iteration on those.
+2. Labels are drawn from the model's own distribution, or are the text's next tokens; head chunks do not matter.
+3. kfac and shampoo equal the dense Fisher matrix where a Kronecker product can; shampoo's are always its partial traces;
+   token and sequence approach the Kronecker product that is nearest to it.
 
 Kinds: oracle, statistical with fixed seeds, behaviour.
 """
@@ -21,7 +22,7 @@ from tiny_models import FAMILIES, TINY_VOCAB, tiny_decoder
 from torch import Tensor
 
 from bakron.errors import ConfigError, NonFiniteError
-from bakron.estimators import estimator_names, get_estimator
+from bakron.estimators import Iterated, estimator_names, get_estimator, uses_gradients
 from bakron.models import Decoder, load_decoder
 from bakron.run import collect as collecting
 from bakron.run.collect import Need, boundary, collect, factors
@@ -72,10 +73,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def collected(
-    case: Case, store: Path, name: str, *, H_in: bool = True, sequences: list[Tensor] | None = None
+    case: Case,
+    store: Path,
+    name: str,
+    *,
+    H_in: bool = True,
+    sequences: list[Tensor] | None = None,
+    labels: str = "model",
 ) -> dict[str, Tensor]:
     """All factors that ``collect`` stores, of all blocks."""
-    need = Need(name, boundaries=True, H_in=H_in, gradients=get_estimator(name).needs_gradients)
+    gradients = uses_gradients(get_estimator(name))
+    need = Need(name, boundaries=True, H_in=H_in, gradients=gradients, labels=labels)
     opened = Store(store, {})
     collect(case.decoder, sequences or case.sequences, need, opened, SEED, Silent())
     result: dict[str, Tensor] = {}
@@ -118,6 +126,42 @@ def test_gram_is_the_mean_of_inputs_and_layers_with_one_input_share_it(case: Cas
     assert set(stored) == {f"{name}.H_in" for name in first.values()}
 
 
+def over_square(H: Tensor) -> Tensor:
+    return H / (H**2).sum()
+
+
+def test_token_is_its_iteration_on_the_gradients_of_all_tokens(case: Case, tmp_path: Path) -> None:
+    stored = collected(case, tmp_path, "token")
+    for name in case.names:
+        g = torch.cat([seen[name].g for seen in case.seen])
+        x = torch.cat([seen[name].x for seen in case.seen])
+        n = len(x)
+        H_in = sum(torch.outer(a, a) for a in x) / n
+        H_out = sum(a.dot(over_square(H_in) @ a) * torch.outer(b, b) for a, b in zip(x, g, strict=True)) / n
+        weights = torch.stack([b.dot(over_square(H_out) @ b) for b in g])
+        assert_near(stored[f"{name}.H_out"], H_out)
+        assert_near(stored[f"{name}.token_weights"], weights)
+        assert_near(
+            stored[f"{name}.H_in"], sum(w * torch.outer(a, a) for a, w in zip(x, weights, strict=True)) / n
+        )
+    assert len(stored) == 3 * len(case.names)
+
+
+def test_sequence_is_its_iteration_on_the_gradients_of_whole_sequences(case: Case, tmp_path: Path) -> None:
+    stored = collected(case, tmp_path, "sequence")
+    for name in case.names:
+        G = [seen[name].G for seen in case.seen]
+        H_in = sum(s.T @ s for s in G) / len(G) / len(G[0])
+        H_out = sum(s @ over_square(H_in) @ s.T for s in G) / len(G)
+        assert_near(stored[f"{name}.H_out"], H_out)
+        assert_near(stored[f"{name}.H_in"], sum(s.T @ over_square(H_out) @ s for s in G) / len(G))
+        weights = torch.cat(
+            [((seen[name].g @ over_square(H_out)) * seen[name].g).sum(1) for seen in case.seen]
+        )
+        assert_near(stored[f"{name}.token_weights"], weights)
+    assert len(stored) == 3 * len(case.names)
+
+
 def first_of_group(decoder: Decoder) -> dict[str, str]:
     """Linear → the first linear of the block that reads the very same tensor."""
     return {name: group[0] for block in decoder.groups for group in block for name in group}
@@ -135,9 +179,10 @@ def test_boundaries_are_the_states_of_the_whole_model(llama: Case, tmp_path: Pat
         assert torch.equal(Store(tmp_path, {}).load(boundary(b))["h"], own)
 
 
-def test_without_H_in_the_rest_is_the_same(llama: Case, tmp_path: Path) -> None:
-    with_it = collected(llama, tmp_path / "with", "shampoo")
-    without = collected(llama, tmp_path / "without", "shampoo", H_in=False)
+@pytest.mark.parametrize("name", ["shampoo", "token", "sequence"])
+def test_without_H_in_the_rest_is_the_same(llama: Case, tmp_path: Path, name: str) -> None:
+    with_it = collected(llama, tmp_path / "with", name)
+    without = collected(llama, tmp_path / "without", name, H_in=False)
     assert set(without) == {key for key in with_it if not key.endswith(".H_in")}
     assert all(torch.equal(value, with_it[key]) for key, value in without.items())
 
@@ -148,9 +193,14 @@ def test_counts_of_sequences_and_tokens_are_stored(llama: Case, tmp_path: Path) 
     assert Store(tmp_path, {}).metadata(factors(need, 1)) == {"n_sequences": 3, "n_tokens": sum(LENGTHS)}
 
 
-def test_gradients_are_dropped_when_their_factors_are_stored(llama: Case, tmp_path: Path) -> None:
-    collected(llama, tmp_path, "shampoo")
-    assert not list(tmp_path.glob("gradients/*"))
+@pytest.mark.parametrize("name", ["shampoo", "token", "sequence"])
+def test_gradients_and_earlier_passes_are_dropped_when_their_factors_are_stored(
+    llama: Case, tmp_path: Path, name: str
+) -> None:
+    collected(llama, tmp_path, name)
+    assert not [
+        path for part in ("gradients", "passes") for path in tmp_path.rglob(f"{part}/**/*.safetensors")
+    ]
 
 
 def test_collecting_twice_gives_equal_bits_and_another_seed_other_labels(llama: Case, tmp_path: Path) -> None:
@@ -223,6 +273,19 @@ def test_chunks_of_the_head_do_not_matter(
         assert_near(chunks[key], value, 1e-5)
 
 
+def test_labels_of_the_text_are_its_next_tokens(
+    llama: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "HEAD_CHUNK", 8)  # 17 = 8 + 8 + 1: the last chunk has no label
+    stored = collected(llama, tmp_path, "shampoo", labels="data")
+    none = torch.tensor([-100])
+    seen = [observe(llama.whole, ids, llama.names, torch.cat([ids[1:], none])) for ids in llama.sequences]
+    for name in llama.names:
+        assert_near(stored[f"{name}.H_out"], sum(s[name].G @ s[name].G.T for s in seen) / len(seen))
+    drawn = collected(llama, tmp_path, "shampoo")  # in the same store
+    assert all(not torch.equal(value, drawn[key]) for key, value in stored.items())
+
+
 # 3. The Fisher matrix
 
 
@@ -293,6 +356,46 @@ def test_shampoo_is_the_partial_traces_of_the_dense_fisher() -> None:
     torch.testing.assert_close(H_out, torch.einsum("ijkj->ik", F))
 
 
+def iterated(terms: list[tuple[Tensor, Tensor]], name: str, passes: int) -> tuple[Tensor, Tensor]:
+    """The factors after so many passes over samples (x, g)."""
+    estimator = get_estimator(name)
+    assert isinstance(estimator, Iterated)
+    H: list[Tensor | None] = [None, None]
+    for done in range(passes):
+        assert not done or H[0] is not None
+        now = estimator if not done else estimator.after(done, H[0], H[1])  # pyright: ignore[reportArgumentType]
+        each = [now.terms(x, g, True) for x, g in terms]
+        for side in (0, 1):
+            if each[0][side] is not None:
+                H[side] = sum(term[side] for term in each) / len(each)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert H[0] is not None and H[1] is not None
+    return H[0], H[1]
+
+
+@pytest.mark.parametrize("name", ["token", "sequence"])
+def test_iterated_factors_are_the_kronecker_product_nearest_to_the_fisher(name: str) -> None:
+    """Scale included; by the dense singular value decomposition of the rearranged Fisher matrix."""
+    generator = torch.Generator().manual_seed(0)
+    length = 1 if name == "token" else 4
+    samples = []
+    for _ in range(12):
+        x = torch.randn(length, 4, generator=generator, dtype=torch.float64)
+        samples.append((x, torch.randn(length, 3, generator=generator, dtype=torch.float64) * x[:, :1]))
+    G = [g.T @ x for x, g in samples]
+    F = torch.stack([torch.outer(s.flatten(), s.flatten()) for s in G]).mean(0)
+    rearranged = F.view(3, 4, 3, 4).transpose(1, 2).reshape(9, 16)
+    U, s, Vh = torch.linalg.svd(rearranged)
+    nearest = torch.kron(U[:, 0].view(3, 3), Vh[0].view(4, 4)) * s[0]
+    errors = {}
+    for passes in (2, 3, 61):
+        H_in, H_out = iterated(samples, name, passes)
+        errors[passes] = float((torch.kron(H_out, H_in) - F).norm())
+    torch.testing.assert_close(torch.kron(H_out, H_in), nearest)
+    least = float((nearest - F).norm())
+    assert errors[61] == pytest.approx(least)
+    assert least < errors[3] < errors[2]
+
+
 def test_token_weights_are_those_of_the_diagonal_terms() -> None:
     g = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
     assert get_estimator("shampoo").token_weights(g).tolist() == [25.0, 4.0]  # pyright: ignore[reportOptionalMemberAccess]
@@ -332,7 +435,18 @@ def fisher_of_one_token(model: Any, ids: Tensor, name: str) -> tuple[Tensor, Ten
 
 
 def test_every_estimator_is_found_by_its_name_and_a_wrong_one_is_named() -> None:
-    assert estimator_names() == ["gram", "identity", "kfac", "shampoo"]
+    assert estimator_names() == [
+        "attention_local",
+        "attention_local_shampoo",
+        "gram",
+        "identity",
+        "kfac",
+        "mlp_local",
+        "mlp_local_shampoo",
+        "sequence",
+        "shampoo",
+        "token",
+    ]
     for name in estimator_names():
         estimator = get_estimator(name)
         x, g = torch.randn(5, 3), torch.randn(5, 2)
@@ -340,5 +454,8 @@ def test_every_estimator_is_found_by_its_name_and_a_wrong_one_is_named() -> None
             assert term is None or term.shape == (size, size)
         if not estimator.needs_gradients:
             assert estimator.terms(x, None, True)[1] is None
-    with pytest.raises(ConfigError, match=r"'shampo' is not one of gram, identity, kfac, shampoo"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'shampo' is not one of attention_local, .*gram, identity, kfac, .*sequence, shampoo",
+    ):
         get_estimator("shampo")

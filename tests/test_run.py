@@ -260,6 +260,31 @@ def test_a_sequential_problem_is_that_of_the_quantized_prefix(
     assert all(torch.equal(value, final[key]) for key, value in prefix.state_dict().items())
 
 
+def test_local_factors_meet_inputs_of_the_quantized_prefix(
+    llama: Path, text: Path, tmp_path: Path, problems: dict[str, LayerProblem]
+) -> None:
+    """H_out as collected; H_in of x̂, weighted where the estimator has weights (v) and else not (q and k beside it)."""
+    job = job_of(llama, tmp_path, text, estimator="attention_local", aim=0.0)
+    stored = load_file(tmp_path / "collected" / "factors" / "attention_local" / "0000.safetensors")
+    assert not any(key.endswith(".H_in") for key in stored)
+    seen = observed(
+        load_whole(llama), job, [spec.name for spec in job.flat_targets]
+    )  # block 0 sees no error before it
+    for end in ("q_proj", "k_proj", "v_proj"):
+        name = f"model.layers.0.self_attn.{end}"
+        x = torch.cat([s[name].x for s in seen])
+        w = torch.ones(len(x), 1)
+        if end == "v_proj":
+            w = stored[f"{name}.token_weights"][:, None]
+            w = w.clamp(max=TOKEN_WEIGHT_LIMIT * float(w.median()))
+        assert_near(normalised(problems[name].H_in), normalised(x.T @ (w * x)))
+        assert_near(problems[name].H_out, stored[f"{name}.H_out"], 1e-6)
+    assert problems["model.layers.0.self_attn.o_proj"].H_out is None
+    for key, H_out in stored.items():
+        if key.endswith("_proj.H_out"):
+            assert_near(problems[key.removesuffix(".H_out")].H_out, H_out, 1e-6)
+
+
 def token_weights(g: list[Tensor]) -> list[Tensor]:
     """‖g_t‖² (T, 1) of each sequence, at most so many times the median of those above zero."""
     w = [gs.square().sum(1, keepdim=True) for gs in g]
@@ -514,6 +539,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "bakron": {},
     "static gptq": {"method": "gptq", "inputs": "static"},
     "rtn": {"method": "rtn"},
+    "static token": {"estimator": "token", "inputs": "static", "labels": "data"},
 }
 
 
@@ -546,7 +572,7 @@ def test_death_around_every_file_and_a_rerun_give_identical_bytes(
         except Death:
             deaths += 1
             assert not (tmp_path / "out").exists()
-    assert deaths >= {"bakron": 7, "static gptq": 5, "rtn": 1}[method]
+    assert deaths >= {"bakron": 7, "static gptq": 5, "rtn": 1, "static token": 9}[method]
     assert_identical(tmp_path / "out", tmp_path / "expected")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out"]
 
@@ -636,6 +662,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "scale": {"scale": "minmax"},
     "method": {"method": "gptq"},
     "estimator": {"estimator": "kfac"},
+    "labels": {"labels": "data"},
     "inputs": {"inputs": "static"},
     "aim": {"aim": 0.125},
     "percdamp_aim": {"percdamp_aim": 0.03},
@@ -896,6 +923,7 @@ def test_bad_evaluation_text_is_refused_before_work(llama: Path, text: Path, tmp
     [
         ({"calibration": None}, r"calibration.*needs text"),
         ({"kernel": "fast"}, r"kernel.*'fast'.*numba"),
+        ({"labels": "text"}, r"labels.*'text'.*data"),
         ({"format": "gguff"}, r"gguff"),
         ({"estimator": "shampo"}, r"shampo.*shampoo"),
         ({"bits": 9}, r"bits.*9"),
@@ -931,6 +959,19 @@ def test_conv1d_is_refused_by_compressed_tensors_which_names_dense(
     for b in (0, 1):
         for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             assert f"transformer.h.{b}.{layer}" in message
+
+
+def test_a_local_estimator_that_does_not_fit_the_model_is_refused_before_work(
+    shared: Path, text: Path, tmp_path: Path
+) -> None:
+    refused(
+        ModelError,
+        r"transformer\.h\.0: its attention.*mlp_local",
+        model_of(shared, "gpt2"),
+        tmp_path / "out",
+        calibration=text,
+        estimator="attention_local",
+    )
 
 
 def test_a_full_disk_is_refused_before_work(
@@ -1157,9 +1198,18 @@ def test_every_stage_counts_to_its_end(llama: Path, text: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("inputs", ["sequential", "static"])
-@pytest.mark.parametrize("method", ["bakron", "gptq", "rtn"])
+@pytest.mark.parametrize(
+    ("method", "estimator"),
+    [
+        ("bakron", None),
+        ("bakron", "token"),
+        ("bakron", "attention_local_shampoo"),
+        ("gptq", None),
+        ("rtn", None),
+    ],
+)
 def test_the_work_directory_stays_within_the_plan(
-    llama: Path, text: Path, tmp_path: Path, method: str, inputs: str
+    llama: Path, text: Path, tmp_path: Path, method: str, estimator: str | None, inputs: str
 ) -> None:
     plans: list[Any] = []
     largest = 0
@@ -1171,7 +1221,7 @@ def test_the_work_directory_stays_within_the_plan(
 
     quantize(
         llama, tmp_path / "out", calibration=text, progress=Listener(measure), on_plan=plans.append, method=method,
-        inputs=inputs, **BASE,
+        estimator=estimator, inputs=inputs, **BASE,
     )  # fmt: skip
     (plan,) = plans
     assert 0 < largest <= plan.disk

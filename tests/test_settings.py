@@ -120,6 +120,7 @@ def test_a_value_of_the_wrong_type_is_refused(key: str, value: Any, seen: str) -
         ("scale", "max"),
         ("method", "awq"),
         ("estimator", "fisher"),
+        ("labels", "text"),
         ("inputs", "both"),
         ("aim", -0.1),
         ("aim", 1.1),

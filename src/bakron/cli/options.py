@@ -45,7 +45,12 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "estimator": Option(
             str,
             "the method's",
-            "Where Hessians come from: shampoo, kfac, gram or identity.",
+            "Where Hessians come from: shampoo, kfac, sequence, token, mlp_local, attention_local, gram or identity.",
+        ),
+        "labels": Option(
+            Literal["model", "data"],
+            "model",
+            "Labels of the gradients: drawn from the model's own distribution, or the text's next tokens.",
         ),
         "inputs": Option(
             Literal["sequential", "static"],

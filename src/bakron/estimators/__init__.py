@@ -1,7 +1,8 @@
 """Hessian estimators, one module each; a module's name is the estimator's name in the configuration.
 
 A module defines ``ESTIMATOR``. The collector calls it once for each linear layer and calibration sequence, and adds
-up the terms in float64; no estimator sees a model or a file.
+up the terms in float64; no estimator sees a model or a file. ``Iterated`` ones need several passes, ``Local`` ones
+see the other activations and weights of the block.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from bakron.core.view import BlockView
 from bakron.errors import ConfigError
 
 
@@ -38,6 +40,44 @@ class Estimator(Protocol):
     def token_weights(self, g: Tensor | None) -> Tensor | None:
         """(T,) weights of this sequence's tokens in an H_in taken from other inputs, e.g. a quantized prefix's."""
         ...
+
+
+@runtime_checkable
+class Iterated(Estimator, Protocol):
+    """An estimator of several passes over the same sequences and labels; it is itself the one of the first pass.
+
+    passes: how many.  All passes after the first have gradients.
+    """
+
+    passes: int
+
+    def after(self, done: int, H_in: Tensor, H_out: Tensor | None) -> Estimator:
+        """What one linear sums in the pass that follows ``done`` passes, whose latest means these factors are.
+
+        A factor of which the next pass has no term stays as it is.
+        """
+        ...
+
+
+@runtime_checkable
+class Local(Estimator, Protocol):
+    """An estimator that sees, of one sequence, more of the block than one linear: the ``sees`` parts of a view."""
+
+    sees: tuple[str, ...]
+
+    def of(self, view: BlockView, name: str) -> Estimator:
+        """What the linear ``name`` sums for this sequence."""
+        ...
+
+
+def number_of_passes(estimator: Estimator) -> int:
+    """How many passes over the calibration text ``estimator`` makes."""
+    return estimator.passes if isinstance(estimator, Iterated) else 1
+
+
+def uses_gradients(estimator: Estimator) -> bool:
+    """Whether any pass of ``estimator`` needs gradients."""
+    return estimator.needs_gradients or number_of_passes(estimator) > 1
 
 
 def estimator_names() -> list[str]:

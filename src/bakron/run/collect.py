@@ -1,7 +1,8 @@
 """First stage: boundary states of the original model, and from them each block's Hessian factors, one block at a time.
 
-One forward over all sequences stores the state that enters every block; one backward, block by block from the last,
-re-runs each block from its stored state. Only the factors of a single block are ever in memory.
+One forward over all sequences stores the state that enters every block; a backward for each pass of the estimator that
+needs gradients, block by block from the last, re-runs each block from its stored state. Only the factors of a single
+block are ever in memory.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bakron.core.view import BlockView
 from bakron.errors import NonFiniteError
-from bakron.estimators import Estimator, get_estimator
-from bakron.models import Decoder
+from bakron.estimators import Estimator, Iterated, Local, get_estimator, number_of_passes
+from bakron.models import Decoder, Viewer
 from bakron.run.progress import Progress, stage
 from bakron.run.store import Store
 
@@ -23,12 +25,36 @@ HEAD_CHUNK = 256  # tokens whose logits are in memory at once
 
 @dataclass(frozen=True)
 class Need:
-    """What the solve will read: an estimator's H_in and gradient statistics, and the original states of all blocks."""
+    """What the solve will read: an estimator's H_in and gradient statistics, and the original states of all blocks.
+
+    labels: of the loss: "model" draws them from the model's own distribution, "data" takes the text's next tokens.
+    """
 
     estimator: str
     boundaries: bool
     H_in: bool
     gradients: bool
+    labels: str = "model"
+
+    @property
+    def factors(self) -> bool:
+        """Whether there are any."""
+        return self.H_in or self.H_out
+
+    @property
+    def H_out(self) -> bool:
+        """Whether there is an H_out among them."""
+        return self.gradients or isinstance(get_estimator(self.estimator), Local)
+
+    @property
+    def passes(self) -> int:
+        """How many passes the estimator makes, the last of which leaves what the solve will read."""
+        return number_of_passes(get_estimator(self.estimator))
+
+    @property
+    def source(self) -> str:
+        """Whose factors, of which labels."""
+        return self.estimator + (f"+{self.labels}" if self.gradients and self.labels != "model" else "")
 
 
 def boundary(b: int) -> str:
@@ -38,11 +64,27 @@ def boundary(b: int) -> str:
 
 def factors(need: Need, b: int) -> str:
     """The piece that holds the factors of block b: ``<linear>.H_in`` if needed, ``.H_out``, ``.token_weights``."""
-    return f"factors/{need.estimator}{'+H_in' if need.H_in else ''}/{b:04d}"
+    return f"factors/{need.source}{'+H_in' if need.H_in else ''}/{b:04d}"
 
 
-def _gradient(b: int) -> str:
-    return f"gradients/{b:04d}"
+def _factors_after(need: Need, p: int, b: int) -> str:
+    """The piece that holds the factors of block b as pass p leaves them."""
+    return factors(need, b) if p == need.passes - 1 else f"passes/{need.source}/{p}/{b:04d}"
+
+
+def _passed(store: Store, need: Need, p: int, b: int) -> bool:
+    """Whether pass p is done with block b; a later pass removes what it left."""
+    return any(store.has(_factors_after(need, later, b)) for later in range(p, need.passes))
+
+
+def _drop_pass(store: Store, need: Need, p: int, b: int) -> None:
+    """Remove what pass p left of block b, if there is such a pass; to be called when the next one is done with it."""
+    if p >= 0:
+        store.remove(_factors_after(need, p, b))
+
+
+def _gradient(need: Need, b: int) -> str:
+    return f"gradients/{b:04d}" + ("" if need.labels == "model" else f"+{need.labels}")
 
 
 def collect(
@@ -54,13 +96,14 @@ def collect(
     progress: Progress,
 ) -> None:
     """Fill ``store`` with what ``need`` says; finished pieces are kept. Raises NonFiniteError naming block and sequence."""
-    forward_factors = need.H_in and not need.gradients
+    in_forward = need.factors and not get_estimator(need.estimator).needs_gradients
     _embed(decoder, sequences, store)
-    if need.boundaries or need.gradients or forward_factors:
-        _forward(decoder, sequences, need if forward_factors else None, store, progress)
+    if need.boundaries or need.factors:
+        _forward(decoder, sequences, need if in_forward else None, store, progress)
     if need.gradients and not all(store.has(factors(need, b)) for b in range(decoder.n_blocks)):
         _head_gradients(decoder, sequences, need, store, seed, progress)
-        _backward(decoder, sequences, need, store, progress)
+        for p in range(1 if in_forward else 0, need.passes):
+            _backward(decoder, sequences, need, p, store, progress)
 
 
 def check_finite(states: Tensor, what: str, index: int) -> None:
@@ -85,56 +128,70 @@ def _forward(
     store: Store,
     progress: Progress,
 ) -> None:
-    """Store the states that enter each block, and on the way the factors if they ``need`` no gradients."""
+    """Store the states that enter each block, and on the way the factors if their first pass ``need``s no gradients."""
     lengths = [len(ids) for ids in sequences]
     with stage(progress, "forward through the original model", decoder.n_blocks * len(sequences)):
         states = None
         for b in range(decoder.n_blocks):
-            if store.has(boundary(b + 1)) and (need is None or store.has(factors(need, b))):
+            if store.has(boundary(b + 1)) and (need is None or _passed(store, need, 0, b)):
                 progress.advance(len(sequences))
                 states = None
                 continue
             states = load_states(store, boundary(b), lengths, decoder) if states is None else states
-            sums = _Sums(decoder, b, get_estimator(need.estimator), True) if need else None
+            sums = _Sums.of(decoder, need, 0, b, store) if need else None
             for index, h in enumerate(states):
                 if sums:
-                    states[index], inputs = decoder.run_block_capturing(b, h)
-                    for spec in decoder.linears[b]:
-                        sums.add(spec.name, inputs[spec.name], None)
+                    states[index] = sums.run(h)
                 else:
                     with torch.no_grad():
                         states[index] = decoder.run_block(b, h)
                 check_finite(states[index], f"block {b}", index)
                 progress.advance()
             if sums and need:
-                store.save(factors(need, b), *sums.finish(len(sequences), sum(lengths)))
+                store.save(_factors_after(need, 0, b), *sums.finish(len(sequences), sum(lengths)))
             store.save(boundary(b + 1), {"h": torch.cat(states)})
 
 
 def _head_gradients(
     decoder: Decoder, sequences: Sequence[Tensor], need: Need, store: Store, seed: int, progress: Progress
 ) -> None:
-    """∂ℓ/∂h after the last block, ℓ = −Σ_t log p(ŷ_t), ŷ sampled from the model's own distribution."""
+    """∂ℓ/∂h after the last block, ℓ = −Σ_t log p(ŷ_t), ŷ sampled from the model's own distribution or the text's own."""
     last = decoder.n_blocks
-    if store.has(_gradient(last)) or store.has(factors(need, last - 1)):
+    if store.has(_gradient(need, last)) or store.has(factors(need, last - 1)):
         return
     gradients = []
     lengths = [len(ids) for ids in sequences]
     with stage(progress, "labels and gradients at the head", len(sequences)):
         for index, h in enumerate(load_states(store, boundary(last), lengths, decoder)):
             generator = torch.Generator().manual_seed(1_000_003 * seed + index)
-            gradient = torch.cat([_head_gradient(decoder, chunk, generator) for chunk in h.split(HEAD_CHUNK)])
+            following = sequences[index][1:].to(decoder.device)
+            gradient = torch.cat(
+                [
+                    _head_gradient(decoder, chunk, generator if need.labels == "model" else labels)
+                    for chunk, labels in zip(h.split(HEAD_CHUNK), _split(following, len(h)), strict=True)
+                ]
+            )
             check_finite(gradient, "gradient at the head", index)
             gradients.append(gradient)
             progress.advance()
-    store.save(_gradient(last), {"g": torch.cat(gradients)})
+    store.save(_gradient(need, last), {"g": torch.cat(gradients)})
 
 
-def _head_gradient(decoder: Decoder, h: Tensor, generator: torch.Generator) -> Tensor:
+def _split(following: Tensor, n: int) -> list[Tensor]:
+    """The labels that the text has for each chunk of n tokens; the last token has none."""
+    return [following[start : start + HEAD_CHUNK] for start in range(0, n, HEAD_CHUNK)]
+
+
+def _head_gradient(decoder: Decoder, h: Tensor, labels: Tensor | torch.Generator) -> Tensor:
+    """The gradient (t, d) at h, of given labels for the first rows, or of one drawn for each row."""
     with torch.enable_grad():
         h = h.detach().requires_grad_()
         log_p = decoder.tail(h).float().log_softmax(-1)
-        return torch.autograd.grad(-log_p.gather(1, _sample(log_p.detach(), generator)).sum(), h)[0]
+        if isinstance(labels, torch.Generator):
+            chosen = log_p.gather(1, _sample(log_p.detach(), labels))
+        else:
+            chosen = log_p[: len(labels)].gather(1, labels.to(torch.int64)[:, None])
+        return torch.autograd.grad(-chosen.sum(), h)[0]
 
 
 def _sample(log_p: Tensor, generator: torch.Generator) -> Tensor:
@@ -150,62 +207,117 @@ def _backward(
     decoder: Decoder,
     sequences: Sequence[Tensor],
     need: Need,
+    p: int,
     store: Store,
     progress: Progress,
 ) -> None:
-    """Factors of every block from the last to the first, each from its stored states and the gradient behind it."""
+    """Factors of pass p of every block, from the last to the first, each from its stored states and the gradient behind.
+
+    Every pass starts from the same gradient at the head, which the last one removes.
+    """
     lengths = [len(ids) for ids in sequences]
-    with stage(progress, "backward through the original model", decoder.n_blocks * len(sequences)):
+    label = "backward through the original model" + (
+        f", pass {p + 1} of {need.passes}" if need.passes > 1 else ""
+    )
+    with stage(progress, label, decoder.n_blocks * len(sequences)):
         for b in reversed(range(decoder.n_blocks)):
-            if store.has(factors(need, b)):
+            if _passed(store, need, p, b):
+                _drop_pass(store, need, p - 1, b)
                 progress.advance(len(sequences))
                 continue
             states = load_states(store, boundary(b), lengths, decoder)
-            gradients = list(store.load(_gradient(b + 1))["g"].to(decoder.device).split(lengths))
-            sums = _Sums(decoder, b, get_estimator(need.estimator), need.H_in)
+            gradients = list(store.load(_gradient(need, b + 1))["g"].to(decoder.device).split(lengths))
+            sums = _Sums.of(decoder, need, p, b, store)
             for index, h in enumerate(states):
                 gradients[index] = decoder.backward_block(b, h, gradients[index], sums.add)
                 check_finite(gradients[index], f"gradient at block {b}", index)
                 progress.advance()
             if b:
-                store.save(_gradient(b), {"g": torch.cat(gradients)})
-            store.save(factors(need, b), *sums.finish(len(sequences), sum(lengths)))
-            store.remove(_gradient(b + 1))
+                store.save(_gradient(need, b), {"g": torch.cat(gradients)})
+            store.save(_factors_after(need, p, b), *sums.finish(len(sequences), sum(lengths)))
+            _drop_pass(store, need, p - 1, b)
+            if b + 1 < decoder.n_blocks or p == need.passes - 1:
+                store.remove(_gradient(need, b + 1))
 
 
 @dataclass
 class _Sums:
-    """Float64 sums of an estimator's terms over the sequences, for the linears of one block."""
+    """Float64 sums of an estimator's terms over the sequences, for the linears of one block, in one pass.
+
+    done: how many passes there were before.  previous: the factors that they left.
+    """
 
     decoder: Decoder
     b: int
     estimator: Estimator
     want_in: bool
+    done: int = 0
+    previous: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, list[Tensor]] = field(default_factory=dict)
+    of_linear: dict[str, Estimator] = field(default_factory=dict)
+    viewer: Viewer | None = None
 
-    def add(self, name: str, x: Tensor, g: Tensor | None) -> None:
+    @classmethod
+    def of(cls, decoder: Decoder, need: Need, p: int, b: int, store: Store) -> _Sums:
+        """Those of pass p of block b; every pass but the last needs H_in, if only for the next."""
+        previous = store.load(_factors_after(need, p - 1, b)) if p else {}
+        previous = {key: value.to(decoder.device) for key, value in previous.items()}
+        want_in = need.H_in or p < need.passes - 1
+        return cls(decoder, b, get_estimator(need.estimator), want_in, p, previous)
+
+    def run(self, h: Tensor) -> Tensor:
+        """Run the block on h (T, d), add one sequence's terms for all linears, and return the block's output (T, d)."""
+        view = None
+        if isinstance(self.estimator, Local):
+            self.viewer = self.viewer or Viewer(self.decoder, self.b, self.estimator.sees)
+            h, view = self.viewer.run(h)
+            inputs = view.inputs
+        else:
+            h, inputs = self.decoder.run_block_capturing(self.b, h)
+        for spec in self.decoder.linears[self.b]:
+            self.add(spec.name, inputs[spec.name], None, view)
+        return h
+
+    def add(self, name: str, x: Tensor, g: Tensor | None, view: BlockView | None = None) -> None:
         """Add one sequence's terms for one linear, in float32 whatever the model computes in."""
         x, g = x.float(), None if g is None else g.float()
-        first = next(group[0] for group in self.decoder.groups[self.b] if name in group)
-        owner = first if self.estimator.shares_input else name
-        term_in, term_out = self.estimator.terms(x, g, self.want_in and owner == name)
+        estimator = self._estimator(name, view)
+        owner = self._first(name) if estimator.shares_input else name
+        term_in, term_out = estimator.terms(x, g, self.want_in and owner == name)
         for key, term in ((f"{name}.H_in", term_in), (f"{name}.H_out", term_out)):
             if term is None:
                 continue
             if key not in self.sums:
                 self.sums[key] = torch.zeros_like(term, dtype=torch.float64)
             self.sums[key] += term
-        weights = self.estimator.token_weights(g)
+        weights = estimator.token_weights(g)
         if weights is not None:
             self.weights.setdefault(f"{name}.token_weights", []).append(weights)
 
     def finish(self, n_sequences: int, n_tokens: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The means in float32, the token weights, and the counts."""
+        """The means in float32, the token weights, and the counts; factors without a term in this pass stay as they are."""
         count = n_tokens if self.estimator.per_token else n_sequences
-        tensors = {key: (total / count).to(torch.float32) for key, total in self.sums.items()}
+        tensors = {k: v for k, v in self.previous.items() if self.want_in or not k.endswith(".H_in")}
+        tensors |= {key: (total / count).to(torch.float32) for key, total in self.sums.items()}
         tensors |= {key: torch.cat(parts) for key, parts in self.weights.items()}
         return tensors, {"n_sequences": n_sequences, "n_tokens": n_tokens}
+
+    def _first(self, name: str) -> str:
+        """The first of the linears that share ``name``'s input."""
+        return next(group[0] for group in self.decoder.groups[self.b] if name in group)
+
+    def _estimator(self, name: str, view: BlockView | None) -> Estimator:
+        """The estimator of this pass for one linear, and for the sequence of ``view``."""
+        if view is not None:
+            assert isinstance(self.estimator, Local)
+            return self.estimator.of(view, name)
+        if self.done and name not in self.of_linear:
+            assert isinstance(self.estimator, Iterated)
+            own = f"{name}.H_in"
+            H_in = self.previous[own if own in self.previous else f"{self._first(name)}.H_in"]
+            self.of_linear[name] = self.estimator.after(self.done, H_in, self.previous.get(f"{name}.H_out"))
+        return self.of_linear.get(name, self.estimator)
 
 
 def load_states(store: Store, piece: str, lengths: Sequence[int], decoder: Decoder) -> list[Tensor]:

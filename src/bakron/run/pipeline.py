@@ -18,12 +18,12 @@ from torch import Tensor
 from bakron.core.layers import LinearSpec, SolvedLayer
 from bakron.data import fingerprint, load_sequences
 from bakron.errors import ConfigError, ModelError, OutputExistsError
-from bakron.estimators import get_estimator
+from bakron.estimators import Local, get_estimator, uses_gradients
 from bakron.exporters import get_exporter
 from bakron.exporters.card import model_card
 from bakron.exporters.plan import ExportPlan, plan_export
 from bakron.exporters.writer import check_output, write_checkpoint
-from bakron.models import Decoder, load_decoder
+from bakron.models import Decoder, check_views, load_decoder
 from bakron.run.collect import Need, collect
 from bakron.run.evaluation import Evaluation
 from bakron.run.plan import Plan, make_plan
@@ -67,6 +67,9 @@ class Job:
             raise ModelError(
                 f"{self.model}: no linear layer is left to quantize; skip = {list(settings.skip)}."
             )
+        estimator = get_estimator(settings.estimator_name)
+        if isinstance(estimator, Local):
+            check_views(self.decoder, estimator.sees)
         self.exporter = get_exporter(settings.format)
         self.exporter.check(flat, settings.scheme)
         self.export_plan: ExportPlan = plan_export(
@@ -95,13 +98,14 @@ class Job:
     @property
     def need(self) -> Need:
         """What has to be collected before the solve."""
-        gradients = get_estimator(self.settings.estimator_name).needs_gradients
+        gradients = uses_gradients(get_estimator(self.settings.estimator_name))
         sequential = self.settings.sequential
         return Need(
             self.settings.estimator_name,
             boundaries=gradients or self.settings.aim_used > 0,
             H_in=self.settings.needs_data and not sequential,
             gradients=gradients,
+            labels=self.settings.labels,
         )
 
     @cached_property

@@ -56,23 +56,25 @@ def make_plan(
     block = max(range(decoder.n_blocks), key=lambda b: sum(s.d_in**2 for s in decoder.linears[b]))
     specs = decoder.linears[block]
     # float64 sums of H_in and (y − ŷ)x̂ᵀ while the float32 H_out of the block are loaded, and one linear's solve
-    sums = sum(
-        8 * s.d_in**2 + 8 * s.d_out * s.d_in + 4 * (s.d_out**2 if need.gradients else 0) for s in specs
-    )
+    sums = sum(8 * s.d_in**2 + 8 * s.d_out * s.d_in + 4 * (s.d_out**2 if need.H_out else 0) for s in specs)
+    between = 0  # bytes of a block's factors that one pass hands to the next
+    if need.passes > 1:
+        between = sum(4 * (s.d_in**2 + s.d_out**2) for s in specs)
+        sums += 2 * between
     largest = max(4 * MATRICES_IN_SOLVE * s.d_out * s.d_in + 24 * (s.d_in**2 + s.d_out**2) for s in specs)
     state = tokens * decoder.hidden_size * itemsize
     wide = sum(s.d_in + s.d_out for s in specs)
     activations = longest * wide * itemsize * 3 + min(longest, HEAD_CHUNK) * decoder.vocab_size * 4 * 5
-    stored = decoder.n_blocks * sum(4 * s.d_out**2 + 4 * tokens for s in specs) if need.gradients else 0
-    stored += decoder.n_blocks * sum(4 * s.d_in**2 for s in specs) if need.H_in else 0
-    boundaries = state * (decoder.n_blocks + 1 if need.boundaries or need.H_in else 1)
+    stored = decoder.n_blocks * sum(4 * s.d_out**2 + 4 * tokens for s in specs) if need.H_out else 0
+    stored += decoder.n_blocks * sum(4 * s.d_in**2 for s in specs) if need.H_in or between else 0
+    boundaries = state * (decoder.n_blocks + 1 if need.boundaries or need.factors else 1)
     codes = sum(s.d_out * s.d_in * 2 for specs in targets for s in specs)
     return Plan(
         model=model,
         factors=sums + largest if tokens else largest,
         boundaries=5 * state,
         activations=activations if tokens else 0,
-        disk=boundaries + 3 * state + stored + codes,
+        disk=boundaries + 3 * state + stored + between + codes,
         output=export.total_bytes,
         bits_per_weight=export.bits_per_weight,
         share_quantized=export.quantized_weights / export.all_weights,
@@ -91,5 +93,10 @@ def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need) -> float:
         with torch.no_grad():
             decoder.run_block(0, h)
         seconds.append(time.perf_counter() - started)
-    forwards = 2.5 + (5 if need.gradients else 0) + (1 if need.boundaries else 0) + (1.5 if need.H_in else 0)
+    forwards = (
+        2.5
+        + (5 * need.passes if need.gradients else 0)
+        + (1 if need.boundaries else 0)
+        + (1.5 if need.H_in or (need.H_out and not need.gradients) else 0)
+    )
     return min(seconds) * decoder.n_blocks * sum(lengths) / max(lengths) * forwards

@@ -32,6 +32,8 @@ class Settings:
 
     method: "bakron" rounds in the two-sided metric, "gptq" with H_out = I, "rtn" without any Hessian.
     estimator: where the Hessians come from; None is the method's own (shampoo, gram, identity).
+    labels: "model" draws those of the gradients from the model's own distribution (the true Fisher matrix), "data" takes
+    the text's next tokens (the empirical one).
     inputs: "sequential" takes H_in from the already quantized prefix, "static" from the original model.
     aim: how far sequential layers that write to the hidden state move towards undoing its drift, 0 … 1; None is 1 for
     bakron and 0 for gptq.
@@ -47,6 +49,7 @@ class Settings:
     scale: Literal["mse", "minmax"] = "mse"
     method: Method = "bakron"
     estimator: str | None = None
+    labels: Literal["model", "data"] = "model"
     inputs: Literal["sequential", "static"] = "sequential"
     aim: float | None = None
     percdamp_aim: float = PERCDAMP_AIM
@@ -154,6 +157,7 @@ class Settings:
 
 _CHOICES = {
     "method": get_args(Method),
+    "labels": ("model", "data"),
     "inputs": ("sequential", "static"),
     "scale": ("mse", "minmax"),
     "act_order": get_args(ActOrder),

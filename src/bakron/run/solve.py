@@ -189,7 +189,8 @@ class _Statistics:
         }
         for spec in specs:
             group = next(group for group in decoder.groups[b] if spec.name in group)
-            self.owner[spec.name] = spec.name if spec.name in weights else group[0]
+            unweighted = next((name for name in group if name not in weights), spec.name)
+            self.owner[spec.name] = spec.name if spec.name in weights else unweighted
         owners = sorted({self.owner[spec.name] for spec in specs})
         chosen = {spec.name for spec in specs}
         for index, h in enumerate(states):

@@ -132,7 +132,7 @@ def _require_collected(job: Job) -> None:
     need = job.need
     wanted = [boundary(0)] if job.settings.sequential else []
     for b in range(job.decoder.n_blocks):
-        wanted += [factors(need, b)] if need.H_in or need.gradients else []
+        wanted += [factors(need, b)] if need.factors else []
     wanted += [boundary(b) for b in range(job.decoder.n_blocks + 1)] if need.boundaries else []
     missing = [name for name in wanted if not job.collected.has(name)]
     if missing:
