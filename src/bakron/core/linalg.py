@@ -255,12 +255,6 @@ def over_square_norm(H: Tensor) -> Tensor:
     return (H.to(torch.float64) / (square or 1.0)).to(H.dtype)
 
 
-def over_square_norm(H: Tensor) -> Tensor:
-    """``H/‖H‖²_F``, the multiple of H whose inner product with H is 1; an all-zero H stays as it is."""
-    square = float(H.to(torch.float64).square().sum())
-    return (H.to(torch.float64) / (square or 1.0)).to(H.dtype)
-
-
 def gram(A: Tensor) -> Tensor:
     """``AᵀA`` (n, n) of A (k, n), large ones by their upper blocks only, 0.6 of the flops."""
     n = A.shape[1]
