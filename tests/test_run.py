@@ -358,12 +358,12 @@ def test_an_aimed_model_drifts_less_from_the_original(llama: Path, text: Path, t
     """Measured where it was fitted: the hidden states that leave the last block, on the calibration text."""
     drift = {}
     for aim in (0.0, 1.0):
-        job = job_of(llama, tmp_path / str(aim), text, method="gptq", aim=aim, percdamp_aim=0.001)
+        job = job_of(llama, tmp_path / str(aim), text, method="gptq", aim=aim)
         whole = load_decoder(llama)
         drift[aim] = sum(
             float((job.decoder.hidden(ids) - whole.hidden(ids)).square().sum()) for ids in job.sequences
         )
-    assert drift[1.0] < 0.8 * drift[0.0]
+    assert drift[1.0] < 0.6 * drift[0.0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -418,6 +418,19 @@ def test_aim_1_minimises_the_weighted_distance_to_the_goal(m: int, n: int, more:
     torch.testing.assert_close(half, (W + best) / 2, rtol=1e-6, atol=1e-6)
     assert torch.equal(aimed_weight(W, cross, H, 0.01, 0.0, "layer"), W)
     assert torch.equal(aimed_weight(W, torch.zeros_like(cross), H, 0.01, 1.0, "layer"), W)
+
+
+def test_the_aim_does_not_depend_on_the_size_of_any_input() -> None:
+    generator = torch.Generator().manual_seed(0)
+    W, cross, x = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 5), (3, 5), (40, 5))
+    )
+    size = torch.tensor(
+        [1e4, 1.0, 1e-3, 2.0, 1.0], dtype=torch.float64
+    )  # of the same layer, inputs in other units
+    aimed = aimed_weight(W, cross, x.T @ x, 1.0, 1.0, "layer")
+    other = aimed_weight(W / size, cross * size, (x * size).T @ (x * size), 1.0, 1.0, "layer")
+    torch.testing.assert_close(other * size, aimed, rtol=1e-9, atol=1e-9)
 
 
 def test_an_aim_with_a_bad_hessian_names_the_layer() -> None:

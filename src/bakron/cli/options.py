@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "percdamp_aim": Option(
             float,
             "1.0",
-            "Damping of that move, in multiples of H_in's mean diagonal; more follows less noise.",
+            "Damping of that move, relative to each input's own size; more follows less of the noise.",
         ),
         "percdamp_in": Option(float, "0.01", "Damping of H_in, in multiples of its mean diagonal."),
         "percdamp_out": Option(float, "2.0", "Damping of H_out, in multiples of its mean diagonal."),

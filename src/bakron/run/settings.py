@@ -37,7 +37,7 @@ class Settings:
     inputs: "sequential" takes H_in from the already quantized prefix, "static" from the original model.
     aim: how far sequential layers that write to the hidden state move towards undoing its drift, 0 … 1; None is 1 for
     bakron and 0 for gptq.
-    percdamp_aim: damping of that move, in units of H_in's mean diagonal; more follows less of the noise.
+    percdamp_aim: damping of that move, relative to each input's own size; more follows less of the noise.
     refine: passes of coordinate descent over a layer's codes after the sweep, at most.
     skip: regular expressions; linears whose name matches one are left as they are.
 
