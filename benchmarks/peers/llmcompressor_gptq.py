@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -13,15 +12,12 @@ from torch import Tensor
 
 
 def prepare(W: Tensor, H_in: Tensor, scale: Tensor, percdamp: float) -> Callable[[], Tensor]:
-    """A linear module with an observer that knows the scales already."""
+    """A batch of one weight, whose scales are known already; its buffers are the function's to overwrite."""
     arguments = QuantizationArgs(
         num_bits=4, symmetric=True, strategy="group", group_size=128, actorder="static"
     )
-    known = {"scale": scale, "zero_point": torch.zeros_like(scale), "global_scale": None}
-    module = torch.nn.Linear(W.shape[1], W.shape[0], bias=False)
-    module.weight = torch.nn.Parameter(W, requires_grad=False)
-    module.weight_observer = SimpleNamespace(get_qparams=lambda: known)
-    return lambda: quantize_weight(module, arguments, H_in, percdamp=percdamp)[1]["weight"]
+    batch = [tensor[None].clone() for tensor in (W, H_in, scale, torch.zeros_like(scale))]
+    return lambda: quantize_weight(*batch, None, arguments, percdamp=percdamp)[0][0]
 
 
 if __name__ == "__main__":
