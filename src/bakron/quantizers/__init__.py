@@ -1,12 +1,19 @@
-"""Base quantizers, one module each: objects whose ``fit(weight)`` gives the grid that a solver rounds on."""
+"""Base quantizers, one module each; a module's name is the quantizer's name.
+
+A module defines ``QUANTIZER``, a class of settings whose ``fit(weight)`` gives the grid that a solver rounds on.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
 from typing import Protocol
 
 from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
+from bakron.errors import ConfigError
 
 
 class Quantizer(Protocol):
@@ -15,3 +22,18 @@ class Quantizer(Protocol):
     def fit(self, weight: Tensor) -> ScalarGrid:
         """The frozen grid for ``weight`` (d_out, d_in)."""
         ...
+
+
+def quantizer_names() -> list[str]:
+    """The names of all quantizers: this package's modules and the entry points of group ``bakron.quantizers``."""
+    own = [module.name for module in pkgutil.iter_modules(__path__)]
+    return sorted([*own, *(point.name for point in entry_points(group="bakron.quantizers"))])
+
+
+def get_quantizer(name: str) -> type[Quantizer]:
+    """The class of the quantizer called ``name``, whose settings are its arguments. Raises ConfigError."""
+    if name in {module.name for module in pkgutil.iter_modules(__path__)}:
+        return importlib.import_module(f"{__name__}.{name}").QUANTIZER
+    for point in entry_points(group="bakron.quantizers", name=name):
+        return point.load()
+    raise ConfigError(f"quantizer: {name!r} is not one of {', '.join(quantizer_names())}.")
