@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class ScalarGrid:
     When the levels are consecutive integers a weight's code is its level, value = scale·(code − zero);
     otherwise its code is the index of its level.
     """
+
+    run: ClassVar[int] = 1  # columns that are rounded together
 
     levels: Tensor
     scale: Tensor

@@ -2,7 +2,7 @@
 
 from bakron.quantizers.gguf.fit import Gguf
 from bakron.quantizers.gguf.kinds import KINDS, GgufGrid
-from bakron.quantizers.gguf.pack import pack
+from bakron.quantizers.gguf.packing import pack
 
 QUANTIZER = Gguf
 

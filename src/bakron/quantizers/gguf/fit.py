@@ -68,9 +68,11 @@ class Gguf:
         candidates = search.candidates()
         searched = self.scale == "mse" and groups.values.numel()
         best = Parts(*(least_error(candidates, search.error) if searched else next(candidates)))
-        m = groups.shape[0]
-        halves = (groups.restored(x).view(m, -1).to(torch.float16) for x in (best.d, best.dmin))
-        whole = (x.reshape(m, -1).to(torch.int16) for x in (best.sub, best.submin))
+        m, n = weight.shape
+        halves = (
+            groups.restored(x).view(m, n // kind.columns).to(torch.float16) for x in (best.d, best.dmin)
+        )
+        whole = (x.reshape(m, n // kind.size).to(torch.int16) for x in (best.sub, best.submin))
         return grid_of(self.kind, groups.values.dtype, *halves, *whole)
 
 
