@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bakron.api import solve
+    from bakron.quantizers.e8 import E8
     from bakron.quantizers.float4 import Float4
     from bakron.quantizers.gguf import Gguf
     from bakron.quantizers.integer import Integer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "E8",
     "NF4",
     "Float4",
     "Gguf",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "E8": "bakron.quantizers.e8",
     "Float4": "bakron.quantizers.float4",
     "Gguf": "bakron.quantizers.gguf",
     "Integer": "bakron.quantizers.integer",

@@ -14,6 +14,7 @@ from bakron.core.hessian import KroneckerHessian
 from bakron.core.linalg import Factor, check_hessian, factorise, shrink_to_diagonal
 from bakron.core.reference import round_in_order
 from bakron.core.solver import TILE, TileKernel, sweep
+from bakron.core.vector import VectorGrid, block_unit, round_runs_in_order, round_vectors
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
 
 ActOrder = Literal["none", "in", "out", "both"]
@@ -140,6 +141,7 @@ def solve_problem(
 ) -> Solution:
     """Round ``problem.weight`` on the frozen ``grid``; ``kernel`` None is the entry-by-entry reference.
 
+    A vector grid has a kernel of its own, used instead of any other; act-order then sorts runs of columns.
     The sweep runs in float64 if the weight is float64, else in float32; factorisation and certificate in float64.
     Raises ConfigError, ShapeError, NonFiniteError, NotPositiveDefiniteError.
     """
@@ -151,14 +153,20 @@ def solve_problem(
     if H_out is not None:
         H_out = shrink_to_diagonal(H_out, problem.shrink_out)
     rows = _descending(H_out, W.shape[0], act_order in ("out", "both"), W.device)
-    columns = _descending(H_in, W.shape[1], act_order in ("in", "both"), W.device)
+    columns = _descending(H_in, W.shape[1], act_order in ("in", "both"), W.device, grid.run)
     factor_in = _factor(H_in, columns, problem.percdamp_in, f"{problem.name}: H_in")
     factor_out = _factor(H_out, rows, problem.percdamp_out, f"{problem.name}: H_out")
     U_in = None if factor_in is None else factor_in.U
     U_out = None if factor_out is None else factor_out.U
 
     ordered_W, ordered_grid = W[rows][:, columns], grid.permute(rows, columns)
-    if kernel is None:
+    if isinstance(ordered_grid, VectorGrid):
+        U_in = None if U_in is None else block_unit(U_in, grid.run)
+        if kernel is None:
+            ordered = round_runs_in_order(ordered_W, ordered_grid, U_in, U_out)
+        else:
+            ordered = sweep(ordered_W, ordered_grid, U_in, U_out, round_vectors, tile)
+    elif kernel is None:
         ordered = round_in_order(ordered_W, ordered_grid.to(W.dtype), U_in, U_out)
     else:
         ordered = sweep(ordered_W, ordered_grid, U_in, U_out, kernel, tile)
@@ -181,11 +189,15 @@ def solve_problem(
     )
 
 
-def _descending(H: Tensor | None, size: int, ordered: bool, device: torch.device) -> Tensor:
-    """The indices by descending diagonal of H, ties in their original order; as they stand when not ``ordered``."""
+def _descending(H: Tensor | None, size: int, ordered: bool, device: torch.device, run: int = 1) -> Tensor:
+    """The indices by descending diagonal of H, ties in their original order; as they stand when not ``ordered``.
+
+    Runs of indices stay together and are sorted by their sums.
+    """
     if H is None or not ordered:
         return torch.arange(size, device=device)
-    return torch.argsort(H.diagonal(), descending=True, stable=True)
+    order = torch.argsort(H.diagonal().view(-1, run).sum(1), descending=True, stable=True)
+    return (order[:, None] * run + torch.arange(run, device=device)).view(-1)
 
 
 def _factor(H: Tensor | None, order: Tensor, percdamp: float, name: str) -> Factor | None:
