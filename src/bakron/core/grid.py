@@ -59,17 +59,21 @@ class ScalarGrid:
             return ScalarGrid.with_offset(levels, scale, self.offset.to(dtype), self.group)
         return ScalarGrid(levels, scale, self.zero.to(dtype), self.group)
 
+    def _by_column(self, x: Tensor) -> Tensor:
+        """``x`` (m, n_groups) for each column, (m, n)."""
+        return x.index_select(1, self.group)
+
     def values(self, codes: Tensor) -> Tensor:
         """The (m, n) weights that ``codes`` (m, n) stand for, in the dtype of ``scale``."""
         level = codes if self.uniform else self.levels[codes.to(torch.int64)]
         level = level.to(self.scale.dtype)
         if self.offset is not None:
-            return self.scale[:, self.group] * level + self.offset[:, self.group]
-        return self.scale[:, self.group] * (level - self.zero[:, self.group])
+            return self._by_column(self.scale) * level + self._by_column(self.offset)
+        return self._by_column(self.scale) * (level - self._by_column(self.zero))
 
     def nearest(self, values: Tensor) -> Tensor:
         """The (m, n) int16 codes of the grid values nearest to ``values`` (round to nearest)."""
-        position = values / self.scale[:, self.group] + self.zero[:, self.group]
+        position = values / self._by_column(self.scale) + self._by_column(self.zero)
         if self.uniform:
             low, high = float(self.levels[0]), float(self.levels[-1])
             return position.round().clamp(low, high).to(torch.int16)
@@ -82,7 +86,7 @@ class ScalarGrid:
         Returns (excess, clipped): excess ≤ 0 means that the code is the nearest one. For a uniform grid and an
         unclipped code it is |target − value|/scale − ½. A code is clipped when it is the lowest or the highest.
         """
-        position = target / self.scale[:, self.group] + self.zero[:, self.group]
+        position = target / self._by_column(self.scale) + self._by_column(self.zero)
         if self.uniform:
             low, high = codes == int(self.levels[0]), codes == int(self.levels[-1])
             beyond = position.sub_(codes)

@@ -229,8 +229,7 @@ def solve_problem(
         certificate, clip_rate = _certify(
             W, rows, columns, ordered_grid, ordered, factor_in, factor_out, team
         )
-    codes = torch.empty_like(ordered)
-    codes[rows[:, None], columns] = ordered
+        codes = gathered(ordered, torch.argsort(rows), torch.argsort(columns), ordered.dtype, team)
     return Solution(
         problem=problem,
         grid=grid,
