@@ -13,8 +13,8 @@ from oracle import damped, random_hessian, schedules
 
 from bakron.core.hessian import KroneckerHessian
 from bakron.core.linalg import factorise
-from bakron.core.solution import LayerProblem, _certify, solve_problem
-from bakron.core.solver import sweep
+from bakron.core.solution import LayerProblem, solve_problem
+from bakron.core.solver import Sweep, sweep
 from bakron.core.vector import (
     VectorGrid,
     block_unit,
@@ -123,7 +123,7 @@ def test_the_sweep_gives_the_codes_of_every_order(tile: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", [None, round_vectors])
-def test_the_certificate_refuses_a_wrong_run(kernel: object) -> None:
+def test_the_certificate_refuses_a_wrong_run(kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
     W, grid, H_in, H_out = case(4, 6, 32)
     problem = LayerProblem(
         "layer", W, KroneckerHessian(torch.from_numpy(H_in), torch.from_numpy(H_out)), 0.01, 0.1
@@ -132,10 +132,12 @@ def test_the_certificate_refuses_a_wrong_run(kernel: object) -> None:
     assert solution.certificate.worst < 1e-9 and solution.loss < solution.loss_rtn
     assert solution.loss < solution.loss_gptq
 
-    wrong = solution.codes.clone()
-    wrong[2, 8:16] = -wrong[2, 8:16]
-    U_in, U_out = factors(H_in, H_out)
-    assert _certify(W, grid, wrong, U_in, U_out)[0].worst > 0.1
+    def wrong(s: Sweep, r0: int, r1: int, c0: int, c1: int) -> None:
+        round_vectors(s, r0, r1, c0, c1)
+        s.codes[2, 8:16] = -s.codes[2, 8:16]
+
+    monkeypatch.setattr("bakron.core.solution.round_vectors", wrong)
+    assert solve_problem(problem, grid, "both", round_vectors).certificate.worst > 0.1
 
 
 @pytest.mark.parametrize("settings, word", [({"bits": 3}, "bits"), ({"group_size": 12}, "group_size")])
