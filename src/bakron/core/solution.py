@@ -263,7 +263,8 @@ def sides(problem: LayerProblem, act_order: ActOrder, team: Team, run: int = 1) 
         return order, factor, None if factor is None else factor.unit_upper(dtype, team)
 
     m, n = problem.weight.shape
-    if problem.H_in is not None and problem.H_out is not None and max(m, n) < 2 * min(m, n):
+    hessian = problem.hessian  # unchecked: each side checks its own factor
+    if hessian.H_in is not None and hessian.H_out is not None and max(m, n) < 2 * min(m, n):
         return team.both(side_in, side_out)
     return side_in(team), side_out(team)
 
