@@ -290,7 +290,7 @@ def _certify(
     worst = {False: [eta.new_tensor(-0.5)], True: [eta.new_tensor(-0.5)]}  # by whether the code is clipped
     n_clipped: list[int] = []
     corners = None
-    if grid.run > 1 and factor_in is not None:
+    if grid.run > 1 and factor_in is not None and n:
         U = factor_in.U
         corners = torch.stack([U[j : j + grid.run, j : j + grid.run] for j in range(0, n, grid.run)])
 
