@@ -23,7 +23,7 @@ NF4 = (
     *(-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0),
     *(0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0),
 )
-GRIDS = ("symmetric", "asymmetric", "clipped", "wide", "nf4", "halves")
+GRIDS = ("symmetric", "asymmetric", "clipped", "wide", "nf4", "halves", "offset")
 HESSIANS = ("full", "low-rank", "outliers", "diagonal")
 
 
@@ -74,6 +74,10 @@ def random_grid(rng: np.random.Generator, W: Array, kind: str, group_size: int) 
         levels, scale = np.array(NF4), 6 * scale
     elif kind == "halves":  # consecutive, but not integers
         levels = np.arange(-4, 4) + 0.5
+    if kind == "offset":  # a float minimum below consecutive codes
+        levels, offset = np.arange(0.0, 16.0), rng.uniform(-4, -1, (m, n_groups))
+        values = scale[:, group, None] * levels + offset[:, group, None]
+        return ScalarGrid.with_offset(*(torch.from_numpy(x) for x in (levels, scale, offset, group))), values
     s, z = scale[:, group], zero[:, group]
     values = s[:, :, None] * (levels - z[:, :, None])
     tensors = (torch.from_numpy(x) for x in (levels, scale, zero, group))

@@ -141,6 +141,22 @@ def test_to_changes_dtypes_and_nothing_else() -> None:
     assert torch.equal(single.group, grid.group)
 
 
+def test_an_offset_is_added_after_the_product() -> None:
+    rng = np.random.default_rng(0)
+    scale, offset = (torch.from_numpy(rng.uniform(0.1, 1, (50, 4))).float() for _ in range(2))
+    grid = ScalarGrid.with_offset(torch.arange(16.0), scale, -offset, torch.arange(4))
+    codes = torch.from_numpy(rng.integers(0, 16, (50, 4)))
+    assert torch.equal(grid.values(codes), scale * codes - offset)
+    assert not torch.equal(grid.values(codes), scale * (codes - offset / scale))
+    rows, columns = torch.arange(50).flip(0), torch.tensor([2, 0, 3, 1])
+    permuted = grid.permute(rows, columns).to(torch.float64)
+    expected = grid.to(torch.float64).values(codes)[rows][:, columns]
+    assert torch.equal(permuted.values(codes[rows][:, columns]), expected)
+    assert permuted.zero.dtype == torch.float64 and torch.equal(
+        permuted.zero, offset[rows].double() / scale[rows].double()
+    )
+
+
 @pytest.mark.parametrize("m, n", [(0, 3), (3, 0), (0, 0)])
 def test_empty_matrices(m: int, n: int) -> None:
     grid = random_case(0, m, n).grid

@@ -93,8 +93,8 @@ def test_torch_kernel_gives_the_codes_of_the_recursion(sides: str, m: int, n: in
         (1, 1, 64, "symmetric", "both"),
         (1, 5, 2, "asymmetric", "both"),
         (6, 1, 4, "clipped", "both"),
-        (9, 7, 1, "symmetric", "both"),
-        (9, 14, 2, "asymmetric", "both"),
+        (5, 4, 1, "symmetric", "both"),
+        (6, 9, 2, "asymmetric", "both"),
         (14, 9, 4, "nf4", "both"),
         (9, 7, 8, "halves", "both"),
         (11, 11, 4, "wide", "both"),
@@ -130,7 +130,7 @@ from triton.backends.compiler import GPUTarget
 from bakron.kernels.triton import _round
 
 integers = ("leading", "n_groups", "leading_out", "leading_in", "n_levels")
-for real, uniform, two_sided in (("fp32", True, True), ("fp64", False, True), ("fp32", False, False)):
+for real, uniform, two_sided in (("fp32", True, True), ("fp64", False, False)):
     constants = dict(TILE=16, UNIFORM=uniform, MIDDLES=16, TWO_SIDED=two_sided, HAS_U_IN=not uniform)
     signature = {name: f"*{real}" for name in _round.arg_names} | dict.fromkeys(integers, "i32")
     signature |= {"codes": "*i16", "group": "*i64"} | dict.fromkeys(constants, "constexpr")

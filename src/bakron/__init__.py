@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bakron.api import solve
+    from bakron.quantizers.e8 import E8
+    from bakron.quantizers.float4 import Float4
+    from bakron.quantizers.gguf import Gguf
     from bakron.quantizers.integer import Integer
+    from bakron.quantizers.nf4 import NF4
+    from bakron.quantizers.ternary import Ternary
     from bakron.run.compare import compare
     from bakron.run.pipeline import quantize
     from bakron.run.settings import Settings
@@ -18,11 +23,28 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Integer", "Settings", "compare", "quantize", "solve", "verify"]
+__all__ = [
+    "E8",
+    "NF4",
+    "Float4",
+    "Gguf",
+    "Integer",
+    "Settings",
+    "Ternary",
+    "compare",
+    "quantize",
+    "solve",
+    "verify",
+]
 
 _HOME = {
+    "E8": "bakron.quantizers.e8",
+    "Float4": "bakron.quantizers.float4",
+    "Gguf": "bakron.quantizers.gguf",
     "Integer": "bakron.quantizers.integer",
+    "NF4": "bakron.quantizers.nf4",
     "Settings": "bakron.run.settings",
+    "Ternary": "bakron.quantizers.ternary",
     "compare": "bakron.run.compare",
     "quantize": "bakron.run.pipeline",
     "solve": "bakron.api",

@@ -8,7 +8,7 @@ from torch import Tensor
 from bakron.core.hessian import KroneckerHessian
 from bakron.core.solution import ActOrder, LayerProblem, Solution, solve_problem
 from bakron.kernels import get_kernel
-from bakron.quantizers import Quantizer
+from bakron.quantizers import Quantizer, fitted
 from bakron.quantizers.integer import Integer
 
 PERCDAMP_IN = 0.01
@@ -46,7 +46,7 @@ def solve(
     [[3, -1], [2, 3]]
     """
     problem = LayerProblem(name, W, KroneckerHessian(H_in, H_out), percdamp_in, percdamp_out, shrink_out)
-    grid = (quantizer or Integer()).fit(W, problem.column_weights(act_order))
+    grid = fitted(quantizer or Integer(), W, lambda: problem.column_weights(act_order))
     return solve_problem(
         problem, grid, act_order, None if kernel == "reference" else get_kernel(kernel, W.device)
     )

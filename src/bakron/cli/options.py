@@ -82,7 +82,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "refine": Option(
             int, "0", "At most so many passes of coordinate descent over the codes after rounding."
         ),
-        "kernel": Option(str, "auto", "Code that rounds a tile: auto, torch or numba."),
+        "kernel": Option(str, "auto", "Code that rounds a tile: auto, numba (CPU), triton (CUDA) or torch."),
     },
     DATA: {
         "calibration": Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,15 +14,26 @@ from torch import Tensor
 class ScalarGrid:
     """The values ``scale·(level − zero)`` that each weight of an (m, n) matrix may take.
 
-    levels: (L,) ascending.  scale, zero: (m, n_groups), scale > 0.  group: (n,) int64, column → group.
+    levels: (L,) ascending.  scale, zero: (m, n_groups), scale > 0; zero need not be a whole number.
+    group: (n,) int64, column → group.  offset: (m, n_groups) or None, for formats that store ``scale·level + offset``:
+    then this is what ``values`` computes, in this order, and zero is −offset/scale (``with_offset``). Sweeps use
+    zero alone; in their precision the two are the same.
     When the levels are consecutive integers a weight's code is its level, value = scale·(code − zero);
     otherwise its code is the index of its level.
     """
+
+    run: ClassVar[int] = 1  # columns that are rounded together
 
     levels: Tensor
     scale: Tensor
     zero: Tensor
     group: Tensor
+    offset: Tensor | None = None
+
+    @classmethod
+    def with_offset(cls, levels: Tensor, scale: Tensor, offset: Tensor, group: Tensor) -> ScalarGrid:
+        """The grid of the values ``scale·level + offset``."""
+        return cls(levels, scale, -offset / scale, group, offset)
 
     @cached_property
     def uniform(self) -> bool:
@@ -37,21 +49,31 @@ class ScalarGrid:
 
     def permute(self, rows: Tensor, columns: Tensor) -> ScalarGrid:
         """The same grid for the matrix ``W[rows][:, columns]``."""
-        return ScalarGrid(self.levels, self.scale[rows], self.zero[rows], self.group[columns])
+        offset = None if self.offset is None else self.offset[rows]
+        return ScalarGrid(self.levels, self.scale[rows], self.zero[rows], self.group[columns], offset)
 
     def to(self, dtype: torch.dtype) -> ScalarGrid:
         """The grid with levels, scales and zeros in ``dtype``."""
-        return ScalarGrid(self.levels.to(dtype), self.scale.to(dtype), self.zero.to(dtype), self.group)
+        levels, scale = self.levels.to(dtype), self.scale.to(dtype)
+        if self.offset is not None:
+            return ScalarGrid.with_offset(levels, scale, self.offset.to(dtype), self.group)
+        return ScalarGrid(levels, scale, self.zero.to(dtype), self.group)
+
+    def _by_column(self, x: Tensor) -> Tensor:
+        """``x`` (m, n_groups) for each column, (m, n)."""
+        return x.index_select(1, self.group)
 
     def values(self, codes: Tensor) -> Tensor:
         """The (m, n) weights that ``codes`` (m, n) stand for, in the dtype of ``scale``."""
         level = codes if self.uniform else self.levels[codes.to(torch.int64)]
         level = level.to(self.scale.dtype)
-        return self.scale[:, self.group] * (level - self.zero[:, self.group])
+        if self.offset is not None:
+            return self._by_column(self.scale) * level + self._by_column(self.offset)
+        return self._by_column(self.scale) * (level - self._by_column(self.zero))
 
     def nearest(self, values: Tensor) -> Tensor:
         """The (m, n) int16 codes of the grid values nearest to ``values`` (round to nearest)."""
-        position = values / self.scale[:, self.group] + self.zero[:, self.group]
+        position = values / self._by_column(self.scale) + self._by_column(self.zero)
         if self.uniform:
             low, high = float(self.levels[0]), float(self.levels[-1])
             return position.round().clamp(low, high).to(torch.int16)
@@ -64,7 +86,7 @@ class ScalarGrid:
         Returns (excess, clipped): excess ≤ 0 means that the code is the nearest one. For a uniform grid and an
         unclipped code it is |target − value|/scale − ½. A code is clipped when it is the lowest or the highest.
         """
-        position = target / self.scale[:, self.group] + self.zero[:, self.group]
+        position = target / self._by_column(self.scale) + self._by_column(self.zero)
         if self.uniform:
             low, high = codes == int(self.levels[0]), codes == int(self.levels[-1])
             beyond = position.sub_(codes)

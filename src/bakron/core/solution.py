@@ -16,6 +16,7 @@ from bakron.core.parallel import Team, pieces
 from bakron.core.parallel import team as whole_team
 from bakron.core.reference import round_in_order
 from bakron.core.solver import Kernel, sweep
+from bakron.core.vector import VectorGrid, block_unit, round_runs_in_order, round_vectors
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
 
 ActOrder = Literal["none", "in", "out", "both"]
@@ -51,7 +52,7 @@ class LayerProblem:
     percdamp_in: float
     percdamp_out: float
     shrink_out: float = 0.0
-    _factored: dict[bool, tuple[Tensor, Factor | None]] = field(
+    _factored: dict[tuple[bool, int], tuple[Tensor, Factor | None]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -84,15 +85,19 @@ class LayerProblem:
         H = self.hessian.H_out
         return None if H is None else check_hessian(H, self.weight.shape[0], f"{self.name}: H_out")
 
-    def factor_in(self, act_order: ActOrder, team: Team | None = None) -> tuple[Tensor, Factor | None]:
+    def factor_in(
+        self, act_order: ActOrder, team: Team | None = None, run: int = 1
+    ) -> tuple[Tensor, Factor | None]:
         """The order of the columns (n,), and the factor of the damped H_in in that order; kept, as two steps need it.
 
-        Raises NotPositiveDefiniteError, NonFiniteError.
+        Runs of so many columns stay together and are ordered by their sums.  Raises NotPositiveDefiniteError, NonFiniteError.
         """
         ordered = act_order in ("in", "both")
-        if ordered not in self._factored:
-            self._factored[ordered] = self._factor(self.H_in, 1, "H_in", ordered, self.percdamp_in, team)
-        return self._factored[ordered]
+        if (ordered, run) not in self._factored:
+            self._factored[ordered, run] = self._factor(
+                self.H_in, 1, "H_in", ordered, self.percdamp_in, team, run
+            )
+        return self._factored[ordered, run]
 
     def factor_out(self, act_order: ActOrder, team: Team | None = None) -> tuple[Tensor, Factor | None]:
         """The order of the rows (m,), and the factor of the shrunk and damped H_out in that order.
@@ -103,14 +108,22 @@ class LayerProblem:
         return self._factor(H, 0, "H_out", act_order in ("out", "both"), self.percdamp_out, team)
 
     def _factor(
-        self, H: Tensor | None, side: int, name: str, ordered: bool, percdamp: float, team: Team | None
+        self,
+        H: Tensor | None,
+        side: int,
+        name: str,
+        ordered: bool,
+        percdamp: float,
+        team: Team | None,
+        run: int = 1,
     ) -> tuple[Tensor, Factor | None]:
         """The order by descending diagonal of H (as it stands unless ``ordered``), ties as they stand; the factor."""
         if H is None:
             return torch.arange(self.weight.shape[side], device=self.weight.device), None
         order = torch.arange(len(H), device=H.device)
         if ordered:
-            order = torch.argsort(H.diagonal(), descending=True, stable=True)
+            order = torch.argsort(H.diagonal().view(-1, run).sum(1), descending=True, stable=True)
+            order = (order[:, None] * run + torch.arange(run, device=H.device)).view(-1)
         return order, factorise(H, percdamp, f"{self.name}: {name}", order, team)
 
     def column_weights(self, act_order: ActOrder = "both") -> Tensor | None:
@@ -188,6 +201,7 @@ def solve_problem(
 ) -> Solution:
     """Round ``problem.weight`` on the frozen ``grid``; ``kernel`` None is the entry-by-entry reference.
 
+    A vector grid has a kernel of its own, used instead of any other; act-order then sorts runs of columns.
     The sweep runs in float64 if the weight is float64, else in float32; factorisation and certificate in float64.
     Raises ConfigError, ShapeError, NonFiniteError, NotPositiveDefiniteError.
     """
@@ -195,11 +209,18 @@ def solve_problem(
         raise ConfigError(f"act_order: {act_order!r} is not one of none, in, out, both.")
     W = problem.weight.detach()
     W = W if W.dtype == torch.float64 else W.to(torch.float32)
+    run = grid.run
     with whole_team() as team:
-        (columns, factor_in, U_in), (rows, factor_out, U_out) = sides(problem, act_order, team)
+        (columns, factor_in, U_in), (rows, factor_out, U_out) = sides(problem, act_order, team, run)
         ordered_W = [gathered(W, rows, columns, W.dtype, team)]  # in a list, so that the sweep can free it
     ordered_grid = grid.permute(rows, columns)
-    if kernel is None:
+    if isinstance(ordered_grid, VectorGrid):
+        U_in = None if U_in is None else block_unit(U_in, run)
+        if kernel is None:
+            ordered = round_runs_in_order(ordered_W.pop(), ordered_grid, U_in, U_out)
+        else:
+            ordered = sweep(ordered_W.pop(), ordered_grid, U_in, U_out, round_vectors, tile)
+    elif kernel is None:
         ordered = round_in_order(ordered_W.pop(), ordered_grid.to(W.dtype), U_in, U_out)
     else:
         ordered = sweep(ordered_W.pop(), ordered_grid, U_in, U_out, kernel, tile)
@@ -208,8 +229,7 @@ def solve_problem(
         certificate, clip_rate = _certify(
             W, rows, columns, ordered_grid, ordered, factor_in, factor_out, team
         )
-    codes = torch.empty_like(ordered)
-    codes[rows[:, None], columns] = ordered
+        codes = gathered(ordered, torch.argsort(rows), torch.argsort(columns), ordered.dtype, team)
     return Solution(
         problem=problem,
         grid=grid,
@@ -230,12 +250,12 @@ Side = tuple[Tensor, Factor | None, Tensor | None]
 """The order of a side, its factor in that order, and U in the dtype of the sweep; None for the identity."""
 
 
-def sides(problem: LayerProblem, act_order: ActOrder, team: Team) -> tuple[Side, Side]:
-    """Both sides, input first; at the same time when they are about equally large."""
+def sides(problem: LayerProblem, act_order: ActOrder, team: Team, run: int = 1) -> tuple[Side, Side]:
+    """Both sides, input first; at the same time when they are about equally large.  run: see ``factor_in``."""
     dtype = torch.float64 if problem.weight.dtype == torch.float64 else torch.float32
 
     def side_in(team: Team) -> Side:
-        order, factor = problem.factor_in(act_order, team)
+        order, factor = problem.factor_in(act_order, team, run)
         return order, factor, None if factor is None else factor.unit_upper(dtype, team)
 
     def side_out(team: Team) -> Side:
@@ -243,7 +263,8 @@ def sides(problem: LayerProblem, act_order: ActOrder, team: Team) -> tuple[Side,
         return order, factor, None if factor is None else factor.unit_upper(dtype, team)
 
     m, n = problem.weight.shape
-    if problem.H_in is not None and problem.H_out is not None and max(m, n) < 2 * min(m, n):
+    hessian = problem.hessian  # unchecked: each side checks its own factor
+    if hessian.H_in is not None and hessian.H_out is not None and max(m, n) < 2 * min(m, n):
         return team.both(side_in, side_out)
     return side_in(team), side_out(team)
 
@@ -268,15 +289,22 @@ def _certify(
     eta = W.new_empty(m, n, dtype=torch.float64)
     worst = {False: [eta.new_tensor(-0.5)], True: [eta.new_tensor(-0.5)]}  # by whether the code is clipped
     n_clipped: list[int] = []
+    corners = None
+    if grid.run > 1 and factor_in is not None and n:
+        U = factor_in.U
+        corners = torch.stack([U[j : j + grid.run, j : j + grid.run] for j in range(0, n, grid.run)])
 
     def rows(i: int, k: int) -> None:
-        stripe = ScalarGrid(grid.levels, grid.scale[i:k], grid.zero[i:k], grid.group)
+        stripe = grid.permute(torch.arange(i, k), torch.arange(n))
         ordered_W = W.index_select(0, row_order[i:k]).index_select(1, column_order)
         E = stripe.values(codes[i:k]) - ordered_W.to(torch.float64)
         eta[i:k] = E if factor_in is None else factor_in.times(E)
+        if corners is not None:  # the block unit factor's
+            runs = eta[i:k].view(k - i, -1, 1, grid.run)
+            runs.copy_(torch.linalg.solve_triangular(corners, runs, upper=True, left=False))
 
     def columns(j: int, k: int) -> None:
-        stripe = ScalarGrid(grid.levels, grid.scale, grid.zero, grid.group[j:k])
+        stripe = grid.permute(torch.arange(m), torch.arange(j, k))
         part = eta[:, j:k] if factor_out is None else factor_out.times(eta[:, j:k].T).T
         excess, clipped = stripe.excess(stripe.values(codes[:, j:k]) - part, codes[:, j:k])
         for kind, others in ((True, ~clipped), (False, clipped)):

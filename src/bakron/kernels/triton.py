@@ -117,7 +117,7 @@ def _round(
             index = tl.sum((position[:, None] > middle[None, :]).to(tl.int32), 1)
             level = tl.load(levels + index)
             code = index.to(tl.int16)
-        error = tl.where(inside, unit * (level - origin) - w, 0)
+        error = unit * (level - origin) - w
         tl.store(E + tile + row * leading + j, error, mask=inside)
         tl.store(codes + tile + row * leading + j, code, mask=inside)
         if HAS_U_IN:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
+from bakron.core.groups import Groups, least_error, split
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
 
 Scale = Literal["minmax", "mse", "hessian"]
@@ -49,63 +51,42 @@ class Integer:
         zeros in a group, is the same for all. In the two-sided loss it is D_in (``LayerProblem.column_weights``).
         Raises NonFiniteError, ShapeError.
         """
-        work = weight.detach().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        if not torch.isfinite(work).all():
-            raise NonFiniteError("the weight to quantize holds NaN or infinite values.")
-        m, n = work.shape
-        size = min(n, self.group_size) if self.group_size != -1 else n
-        group = torch.arange(n, device=work.device) // max(size, 1)
-        n_groups = -(-n // size) if n else 0
-        padded = work.new_zeros(m, n_groups * size)
-        padded[:, :n] = work  # zeros are exact on every grid below: they add no error
-        groups = padded.view(m * n_groups, size) if n else padded.view(m, 0)
-        weighted = column_weights is not None and self.scale == "hessian"
-        importance = None if not weighted else _importance(column_weights.to(work), n, size)
-        scale, zero = self._choose(groups, importance) if groups.numel() else groups.new_zeros(2, 0)
-        low = -(2 ** (self.bits - 1))
-        levels = torch.arange(low, -low, dtype=work.dtype, device=work.device)
-        return ScalarGrid(levels, scale.view(m, n_groups), zero.view(m, n_groups), group)
-
-    def _choose(self, groups: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scale and zero (both (k,)) for the k rows of ``groups``; min-max unless the search finds better."""
+        groups = split(weight, self.group_size)
         candidates = self._candidates(groups)
-        best_scale, best_zero = next(candidates)
-        if self.scale == "minmax":
-            return best_scale, best_zero
-        best_error = self._error(groups, importance, best_scale, best_zero)
-        for scale, zero in candidates:
-            error = self._error(groups, importance, scale, zero)
-            better = error < best_error
-            best_scale = torch.where(better, scale, best_scale)
-            best_zero = torch.where(better, zero, best_zero)
-            best_error = torch.where(better, error, best_error)
-        return best_scale, best_zero
+        importance = None
+        if column_weights is not None and self.scale == "hessian":
+            importance = _importance(
+                column_weights.to(groups.values), weight.shape[1], groups.values.shape[1]
+            )
+        if self.scale != "minmax" and groups.values.numel():
+            scale, zero = least_error(candidates, partial(self._error, groups.values, importance))
+        else:
+            scale, zero = next(candidates)
+        low = -(2 ** (self.bits - 1))
+        levels = torch.arange(low, -low, dtype=scale.dtype, device=scale.device)
+        return ScalarGrid(
+            levels, groups.restored(scale).view(groups.shape), zero.view(groups.shape), groups.group
+        )
 
-    def _candidates(self, groups: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scale and zero (both (k,)) for the k rows of ``groups``: min-max first, then ever smaller ranges."""
+    def _candidates(self, groups: Groups) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scale and zero (both (k,)) for the k lines of ``groups``: min-max first, then ever smaller ranges."""
         low, high = -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
-        least, most = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+        least, most = groups.values.amin(1).clamp(max=0), groups.values.amax(1).clamp(min=0)
         for shrink in torch.linspace(1, SMALLEST_SHRINK, SHRINKS).tolist():
             if self.symmetric:
-                scale = self._storable(shrink * torch.maximum(least / low, most / high))
+                reach = torch.maximum(least / low, most / high)
+                scale = groups.storable(shrink * reach, self.scale_dtype)
                 zero = torch.zeros_like(scale)
             else:
-                scale = self._storable(shrink * (most - least) / (high - low))
+                scale = groups.storable(shrink * (most - least) / (high - low), self.scale_dtype)
                 zero = (low - shrink * least / scale).round().clamp(low, high)
             yield scale, zero
 
-    def _storable(self, scale: Tensor) -> Tensor:
-        """``scale`` as the checkpoint will hold it; 1 for groups of zeros, never 0 or infinite."""
-        dtype = self.scale_dtype or scale.dtype
-        limits = torch.finfo(dtype)
-        stored = scale.clamp(limits.tiny * limits.eps, limits.max).to(dtype).to(scale.dtype)
-        return torch.where(scale > 0, stored, torch.ones_like(scale))
-
-    def _error(self, groups: Tensor, importance: Tensor | None, scale: Tensor, zero: Tensor) -> Tensor:
+    def _error(self, values: Tensor, importance: Tensor | None, scale: Tensor, zero: Tensor) -> Tensor:
         low, high = -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
         scale, zero = scale[:, None], zero[:, None]
-        rounded = (groups / scale).round_().add_(zero).clamp_(low, high).sub_(zero).mul_(scale)
-        squared = rounded.sub_(groups).square_()
+        rounded = (values / scale).round_().add_(zero).clamp_(low, high).sub_(zero).mul_(scale)
+        squared = rounded.sub_(values).square_()
         if importance is not None:
             squared.view(-1, *importance.shape).mul_(importance)
         return squared.sum(1)
@@ -126,3 +107,6 @@ def _importance(column_weights: Tensor, n: int, size: int) -> Tensor:
     groups = padded.view(-1, max(size, 1))
     mean = groups.mean(1, keepdim=True)
     return torch.where(mean > 0, groups / mean, torch.ones_like(groups))
+
+
+QUANTIZER = Integer

@@ -19,6 +19,7 @@ from bakron.core.target import aimed_weight
 from bakron.errors import CertificateError, ModelError
 from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.models import Decoder
+from bakron.quantizers import fitted
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
 from bakron.run.progress import Progress, stage
 from bakron.run.settings import Settings
@@ -250,7 +251,8 @@ def _solve_linear(
     problem = LayerProblem(
         spec.name, W, hessian, settings.percdamp_in, settings.percdamp_out, settings.shrink_out
     )
-    grid = settings.quantizer(scale_dtype).fit(original, problem.column_weights(settings.act_order))
+    quantizer = settings.quantizer(scale_dtype)
+    grid = fitted(quantizer, original, lambda: problem.column_weights(settings.act_order))
     kernel = None if settings.kernel == "reference" else get_kernel(settings.kernel, W.device)
     solution = solve_problem(problem, grid, settings.act_order, kernel)
     if not solution.certificate.worst <= CERTIFICATE_LIMIT:  # so that NaN fails too
