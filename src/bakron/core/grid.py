@@ -66,10 +66,10 @@ class ScalarGrid:
     def values(self, codes: Tensor) -> Tensor:
         """The (m, n) weights that ``codes`` (m, n) stand for, in the dtype of ``scale``."""
         level = codes if self.uniform else self.levels[codes.to(torch.int64)]
-        level = level.to(self.scale.dtype)
+        level = level.to(self.scale.dtype, copy=True)  # worked on in place: whole matrices are large
         if self.offset is not None:
-            return self._by_column(self.scale) * level + self._by_column(self.offset)
-        return self._by_column(self.scale) * (level - self._by_column(self.zero))
+            return level.mul_(self._by_column(self.scale)).add_(self._by_column(self.offset))
+        return level.sub_(self._by_column(self.zero)).mul_(self._by_column(self.scale))
 
     def nearest(self, values: Tensor) -> Tensor:
         """The (m, n) int16 codes of the grid values nearest to ``values`` (round to nearest)."""

@@ -71,19 +71,20 @@ def sweep(
         return sweep_wavefront(W, grid, U_in, U_out, kernel, tile or WAVEFRONT_TILE)
     tile = tile or TILE
     m, n = W.shape
-    E = padded(m, n, W.dtype, W.device).copy_(W)
+    dtype, device = W.dtype, W.device
+    E, T = padded(m, n, dtype, device).copy_(W), padded(m, n, dtype, device).copy_(W)
+    del W  # before more is taken: its caller may have kept no reference either
     state = Sweep(
         W=E,
-        T=padded(m, n, W.dtype, W.device).copy_(W),
-        P=padded(m, n, W.dtype, W.device).zero_(),
+        T=T,
+        P=padded(m, n, dtype, device).zero_(),
         E=E,
-        codes=torch.empty(m, n, dtype=torch.int16, device=W.device),
-        U_out=None if U_out is None else U_out.to(W.dtype),
-        U_in=None if U_in is None else U_in.to(W.dtype),
-        grid=grid.to(W.dtype),
+        codes=torch.empty(m, n, dtype=torch.int16, device=device),
+        U_out=None if U_out is None else U_out.to(dtype),
+        U_in=None if U_in is None else U_in.to(dtype),
+        grid=grid.to(dtype),
     )
     shape = (ROW_TILE_ONE_SIDED if U_out is None else tile, tile)
-    del W, U_in, U_out  # a caller may have kept none of them
     if m and n:
         with whole_team() as team:
             _Recursion(state, kernel, shape).solve(team, 0, m, 0, n)
