@@ -3,8 +3,8 @@
     python benchmarks/methods.py demo/smollm2 demo/wikipedia/calibration.jsonl demo/wikipedia/heldout.jsonl \\
         --bits 3 4 --draws 0 1 2 --rows gptq bakron
 
-Every row of a draw sees the same tokens, the same grid and the same held-out windows. Finished rows are appended to
-``--results`` at once and are not measured again.
+Every row of a draw sees the same tokens, the same kind of grid and the same held-out windows. The rows of a finished draw
+are appended to ``--results`` and are not measured again; what an unfinished one has solved is kept in ``--work``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--n-sequences", type=int, default=64)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument(
-        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="further settings of the bakron rows"
+        "--set", nargs="*", default=[], metavar="NAME=JSON", help="further settings of all rows"
     )
     parser.add_argument("--work", type=Path, default=Path("benchmarks/work"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/methods.jsonl"))
@@ -74,14 +74,14 @@ def main() -> None:
     )
 
     for draw in args.draws:
+        missing = {}
         for row in args.rows:
             for bits in args.bits:
-                changed = further if row == "bakron" else {}
-                key = {"row": row, "bits": bits, "draw": draw, "changed": changed}
+                key = {"row": row, "bits": bits, "draw": draw, "changed": further}
                 if any(all(seen[name] == value for name, value in key.items()) for seen in done):
                     continue
                 settings = Settings(
-                    **{**ROWS[row], **changed},
+                    **{**ROWS[row], **further},
                     bits=bits,
                     group_size=args.group_size,
                     calibration=args.calibration,
@@ -89,13 +89,17 @@ def main() -> None:
                     sequence_length=args.sequence_length,
                     seed=draw,
                 )
-                label = "-".join([row, str(bits), *(f"{name}={value}" for name, value in changed.items())])
-                work = args.work / f"draw{draw}"
-                result = compare(args.model, {label: settings}, args.heldout, work, progress=Timed())[-1]
-                done.append({**key, **result})
-                args.results.parent.mkdir(parents=True, exist_ok=True)
-                with args.results.open("a") as file:
-                    file.write(json.dumps(done[-1]) + "\n")
+                label = "-".join([row, str(bits), *(f"{name}={value}" for name, value in further.items())])
+                missing[label] = (key, settings)
+        if not missing:
+            continue
+        variants = {label: settings for label, (_, settings) in missing.items()}
+        results = compare(args.model, variants, args.heldout, args.work / f"draw{draw}", progress=Timed())
+        new = [{**missing[result["label"]][0], **result} for result in results[1:]]
+        done += new
+        args.results.parent.mkdir(parents=True, exist_ok=True)
+        with args.results.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in new)
     print(table([row for row in done if row["draw"] in args.draws], args.bits))
 
 

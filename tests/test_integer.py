@@ -1,5 +1,5 @@
 """Claims: integer grids cover what they must and store exactly; the search never loses to min-max, also when columns
-weigh differently, and then it serves those of large weight.
+weigh differently (then it serves those of large weight), and serves weights of either sign alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bakron.core.grid import ScalarGrid
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
-from bakron.quantizers.integer import Integer
+from bakron.quantizers.integer import Integer, Scale
 
 properties = settings(deadline=None, derandomize=True, max_examples=60)
 seeds = st.integers(0, 2**32 - 1)
@@ -64,7 +64,9 @@ def test_a_grid_is_storable(
     low, high = -(2 ** (quantizer.bits - 1)), 2 ** (quantizer.bits - 1) - 1
     assert grid.levels.tolist() == list(range(low, high + 1)) and grid.uniform
     assert grid.scale.dtype == grid.zero.dtype == grid.levels.dtype == dtype
-    assert bool((grid.scale > 0).all()) and bool(torch.isfinite(grid.scale).all())
+    assert bool((grid.scale != 0).all()) and bool(torch.isfinite(grid.scale).all())
+    if not quantizer.symmetric or quantizer.scale == "minmax":
+        assert bool((grid.scale > 0).all())
     assert torch.equal(grid.zero, grid.zero.round()) and bool(
         ((grid.zero >= low) & (grid.zero <= high)).all()
     )
@@ -115,6 +117,30 @@ def test_the_search_never_loses_to_minmax(
     searched = errors(W, Integer(n_bits, group_size, symmetric, "mse", scale_dtype).fit(W))
     covered = errors(W, Integer(n_bits, group_size, symmetric, "minmax", scale_dtype).fit(W))
     assert bool((searched <= covered * (1 + 1e-5)).all())
+
+
+@properties
+@given(bits, group_sizes, st.sampled_from(["mse", "hessian"]), scale_dtypes, seeds, shapes, dtypes)
+def test_a_symmetric_search_serves_both_signs_alike(
+    n_bits: int,
+    group_size: int,
+    scale: Scale,
+    scale_dtype: torch.dtype | None,
+    seed: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    """Its grid has one level more on one side, on whichever each group needs it."""
+    W = weights(seed, shape, dtype)
+    quantizer = Integer(n_bits, group_size, True, scale, scale_dtype)
+    importance = torch.from_numpy(np.random.default_rng(seed).exponential(1, shape[1]))
+    of_weight, of_negative = (errors(V, quantizer.fit(V, importance), importance) for V in (W, -W))
+    assert torch.allclose(of_weight, of_negative, rtol=1e-5)
+
+
+def test_a_large_positive_weight_gets_a_negative_scale() -> None:
+    grid = Integer(2, -1, True).fit(torch.tensor([[2.0, -1.0, 1.0, 0.0], [-2.0, 1.0, -1.0, 0.0]]))
+    assert grid.scale[:, 0].tolist() == [-1, 1]
 
 
 @properties
@@ -231,12 +257,12 @@ def test_tiny_and_huge_weights_give_finite_grids(magnitude: float, symmetric: bo
     W = magnitude * torch.from_numpy(np.random.default_rng(3).standard_normal((4, 16))).float()
     for scale_dtype in (None, torch.float16, torch.bfloat16):
         grid = Integer(4, 8, symmetric, kind, scale_dtype).fit(W)  # type: ignore[arg-type]
-        assert bool(torch.isfinite(grid.scale).all()) and bool((grid.scale > 0).all())
+        assert bool(torch.isfinite(grid.scale).all()) and bool((grid.scale != 0).all())
         assert bool(((grid.zero >= -8) & (grid.zero <= 7)).all())
         values = grid.values(grid.nearest(W))
         assert bool(torch.isfinite(values).all())
         if scale_dtype is not torch.float16 and magnitude > 1e-37:
-            assert bool(((values - W).abs() <= grid.scale[:, grid.group] * 4).all())
+            assert bool(((values - W).abs() <= grid.scale[:, grid.group].abs() * 4).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

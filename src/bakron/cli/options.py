@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         ),
         "scale": Option(
             Literal["minmax", "mse", "hessian"],
-            "mse",
+            "hessian",
             "Scales of least squared error, of least error as the Hessian weighs it, or of no clipping.",
         ),
         "format": Option(
@@ -80,7 +80,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "Sides that are rounded in descending order of their Hessian's diagonal.",
         ),
         "refine": Option(
-            int, "0", "At most so many passes of coordinate descent over the codes after rounding."
+            int, "2", "At most so many passes of coordinate descent over the codes after rounding."
         ),
         "kernel": Option(str, "auto", "Code that rounds a tile: auto, numba (CPU), triton (CUDA) or torch."),
     },

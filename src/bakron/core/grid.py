@@ -14,7 +14,7 @@ from torch import Tensor
 class ScalarGrid:
     """The values ``scale·(level − zero)`` that each weight of an (m, n) matrix may take.
 
-    levels: (L,) ascending.  scale, zero: (m, n_groups), scale > 0; zero need not be a whole number.
+    levels: (L,) ascending.  scale, zero: (m, n_groups), scale ≠ 0, of either sign; zero need not be a whole number.
     group: (n,) int64, column → group.  offset: (m, n_groups) or None, for formats that store ``scale·level + offset``:
     then this is what ``values`` computes, in this order, and zero is −offset/scale (``with_offset``). Sweeps use
     zero alone; in their precision the two are the same.

@@ -25,7 +25,8 @@ class Integer:
 
     group_size: columns that share a scale, −1 for the whole row; a last short group is allowed.
     scale: "minmax" covers every weight; "mse" takes the scale (and zero) of least squared rounding error; "hessian" the same
-    with the squared errors weighted by what they cost in each column.
+    with the squared errors weighted by what they cost in each column. A searched scale may be negative: a symmetric grid has
+    one level more below than above, and which side needs it differs from group to group (llama.cpp's Q4_0 does the same).
     scale_dtype: scales are rounded to it before anything is solved, so that a checkpoint stores them exactly;
     None keeps the precision of the weight.
     """
@@ -69,18 +70,24 @@ class Integer:
         )
 
     def _candidates(self, groups: Groups) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scale and zero (both (k,)) for the k lines of ``groups``: min-max first, then ever smaller ranges."""
+        """Scale and zero (both (k,)) for the k lines of ``groups``: min-max first, then ever smaller ranges.
+
+        A symmetric grid has one level more on one side, and the sign of the scale says on which.
+        """
         low, high = -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
         least, most = groups.values.amin(1).clamp(max=0), groups.values.amax(1).clamp(min=0)
         for shrink in torch.linspace(1, SMALLEST_SHRINK, SHRINKS).tolist():
             if self.symmetric:
-                reach = torch.maximum(least / low, most / high)
-                scale = groups.storable(shrink * reach, self.scale_dtype)
-                zero = torch.zeros_like(scale)
+                zero = torch.zeros_like(least)
+                for sign, reach in (
+                    (1, torch.maximum(least / low, most / high)),
+                    (-1, torch.maximum(most / -low, least / -high)),
+                ):
+                    yield sign * groups.storable(shrink * reach, self.scale_dtype), zero
             else:
                 scale = groups.storable(shrink * (most - least) / (high - low), self.scale_dtype)
                 zero = (low - shrink * least / scale).round().clamp(low, high)
-            yield scale, zero
+                yield scale, zero
 
     def _error(self, values: Tensor, importance: Tensor | None, scale: Tensor, zero: Tensor) -> Tensor:
         low, high = -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1

@@ -47,7 +47,7 @@ class Settings:
     bits: int = 4
     group_size: int = 64
     symmetric: bool = True
-    scale: Scale = "mse"
+    scale: Scale = "hessian"
     method: Method = "bakron"
     estimator: str | None = None
     labels: Literal["model", "data"] = "model"
@@ -58,7 +58,7 @@ class Settings:
     percdamp_out: float = PERCDAMP_OUT
     shrink_out: float = 0.0
     act_order: ActOrder = "both"
-    refine: int = 0
+    refine: int = 2
     kernel: str = "auto"
     calibration: str | None = None
     n_sequences: int = 128
