@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,15 @@ def show_plan(plan: Any) -> None:
 def show_layers(record: dict[str, Any]) -> None:
     """A row for each kind of linear of a finished checkpoint, summed over the blocks, on stdout."""
     title = f"{record['method']}, {record['bits']} bit, {record['bits_per_weight']:.3f} bits per weight"
-    table = _table("linears", "count", "loss / RTN's", "clipped", "worst certificate")
+    mixed = ("bits",) if "schemes" in record else ()
+    table = _table("linears", "count", *mixed, "loss / RTN's", "clipped", "worst certificate")
     for kind, rows in _by_kind(record["layers"]).items():
         rtn = sum(row["loss_rtn"] for row in rows)
         ratio = sum(row["loss"] for row in rows) / rtn if rtn else 1.0
         table.add_row(
             kind,
             str(len(rows)),
+            *(counts(row[key] for row in rows) for key in mixed),
             f"{ratio:.4f}",
             f"{sum(row['clip_rate'] for row in rows) / len(rows):.2%}",
             f"{max(max(row['certificate']) for row in rows):.1e}",
@@ -182,6 +185,14 @@ def show_quality(rows: list[dict[str, Any]]) -> None:
         cells = ["" if row.get(key) is None else form.format(row[key]) for key, (_, form) in columns.items()]
         table.add_row(row["label"], *cells)
     _print("Quality on held-out text", table)
+
+
+def counts(values: Iterable[Any]) -> str:
+    """Which values there are, and how often: ``3 × 10, 4 × 20``; one value by itself."""
+    seen = Counter(values)
+    if len(seen) == 1:
+        return str(next(iter(seen)))
+    return ", ".join(f"{value} × {seen[value]}" for value in sorted(seen))
 
 
 def print_json(value: Any) -> None:

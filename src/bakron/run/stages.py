@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +113,7 @@ def _open(work: Path, progress: Progress | None, changes: dict[str, Any]) -> Job
 
 def _write(job: Job) -> None:
     job.work.mkdir(parents=True, exist_ok=True)
-    settings = dataclasses.asdict(job.settings)
+    settings = job.settings.as_dict()
     if job.settings.calibration is not None:
         settings["calibration"] = _absolute(job.settings.calibration)
     write_text(job.work / JOB, json.dumps({"model": job.model, "settings": settings}, indent=1) + "\n")
