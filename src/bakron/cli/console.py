@@ -175,6 +175,29 @@ def show_layers(record: dict[str, Any]) -> None:
         show_quality(rows)
 
 
+def show_bits(record: dict[str, Any]) -> None:
+    """A plan of bits: a row for each kind of linear, and the predicted KL beside that of equal bits, on stdout."""
+    labels = [_scheme(row, record["uniform"]) for row in record["uniform"]]
+    table = _table("linears", "count", "bits", "KL", *(f"KL at {label}" for label in labels))
+    for kind, rows in _by_kind(record["layers"]).items():
+        chosen = [_scheme(row, record["uniform"]) for row in rows]
+        kl = sum(row["kl"][labels.index(label)] for row, label in zip(rows, chosen, strict=True))
+        each = [sum(of) for of in zip(*(row["kl"] for row in rows), strict=True)]
+        table.add_row(kind, str(len(rows)), counts(chosen), *(f"{value:.4g}" for value in (kl, *each)))
+    _print("Bits where they matter", table)
+    table = _table("", "bits per weight", "predicted KL, nats per token")
+    for label, row in [*zip(labels, record["uniform"], strict=True), ("plan", record)]:
+        name = label if row is record else f"{label} everywhere"
+        table.add_row(name, f"{row['bits_per_weight']:.4f}", f"{row['kl']:.4g}")
+    _print("Predicted, layers taken as independent", table)
+
+
+def _scheme(row: dict[str, Any], candidates: list[dict[str, Any]]) -> str:
+    """The bits of ``row``, and its group size if candidates have several."""
+    several = len({candidate["group_size"] for candidate in candidates}) > 1
+    return str(row["bits"]) + (f"/{row['group_size']}" if several else "")
+
+
 def show_quality(rows: list[dict[str, Any]]) -> None:
     """A row for each model: bits, perplexity, and how far it is from the original, on stdout."""
     columns = {

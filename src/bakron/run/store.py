@@ -114,7 +114,7 @@ def model_fingerprint(path: Path) -> str:
 
 def remove_work(work: Path) -> None:
     """Drop all that runs write into ``work``, and the directory itself if nothing else is in it."""
-    for name in ("collected", "solved", "runs"):
+    for name in ("collected", "solved", "runs", "losses"):
         shutil.rmtree(work / name, ignore_errors=True)
     if not any(work.iterdir()):
         work.rmdir()
