@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_oracle import load_whole, logits, observe, sampled_labels, set_weight
+from autograd_oracle import load_whole, observe, sampled_labels, set_weight
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tiny_models import tiny_decoder
-from torch import Tensor
 from typer.testing import CliRunner
 
 import bakron
@@ -95,48 +95,55 @@ def test_the_scaled_product_is_a_fisher_matrix_that_is_a_kronecker_product(name:
     assert estimator.fisher_scale(torch.zeros(n, n)) * torch.kron(H_out, torch.zeros(n, n)).abs().max() == 0
 
 
-def kl_per_token(original: Any, changed: Any, sequences: list[Tensor]) -> float:
-    """KL(original ‖ changed), mean over all tokens."""
-    total = 0.0
+LINEARS = ("model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.up_proj")
+SCALE: dict[str, Any] = {"inputs": "static", "group_size": 16, "n_sequences": 24, "sequence_length": 200}
+
+
+@pytest.fixture(scope="module")
+def fisher_traces(home: Path) -> dict[str, float]:
+    """tr F of linears, per token, as 2·KL/ε² of random errors of size ε: measured on the text, without any gradient."""
+    size, draws = 1e-3, 16
+    job = Job(str(home / "f"), Settings.load(**SCALE, calibration=str(home / "text.txt")), home / "unused")
+    original, changed = load_whole(home / "f"), load_whole(home / "f")
+    traces = dict.fromkeys(LINEARS, 0.0)
     with torch.no_grad():
-        for ids in sequences:
-            p, q = (logits(model, ids).double().log_softmax(-1) for model in (original, changed))
-            total += float((p.exp() * (p - q)).sum())
-    return total / sum(map(len, sequences))
+        ids = torch.stack(job.sequences[:4])
+        p = original(ids, use_cache=False).logits.double().log_softmax(-1)
+        for name, draw in itertools.product(LINEARS, range(draws)):
+            W = original.get_submodule(name).weight
+            set_weight(
+                changed, name, W + size * torch.randn(W.shape, generator=torch.Generator().manual_seed(draw))
+            )
+            q = changed(ids, use_cache=False).logits.double().log_softmax(-1)
+            traces[name] += 2 * float((p.exp() * (p - q)).sum()) / ids.numel() / size**2 / draws
+            set_weight(changed, name, W)
+    return traces
 
 
 @pytest.mark.parametrize("name", FISHER)
 def test_half_the_scaled_loss_is_the_kl_divergence_of_a_small_error(
-    home: Path, tmp_path: Path, name: str
+    home: Path, tmp_path: Path, fisher_traces: dict[str, float], name: str
 ) -> None:
-    """An error without preferred directions, so that what counts is the scale and not how well the factors fit."""
-    options = {"n_sequences": 24, "sequence_length": 200, "calibration": str(home / "text.txt")}
-    settings = Settings.load(estimator=name, inputs="static", group_size=16, sampling="pack", **options)
+    """Of errors without preferred directions, f of which is c·tr H_out·tr H_in, so that what counts is the scale alone.
+
+    Labels and errors are sampled, hence the tolerance (with 48 draws 0.76 to 0.97); the power iterations keep what fits a Kronecker product, so they have less.
+    """
+    settings = Settings.load(**SCALE, estimator=name, calibration=str(home / "text.txt"))
     job = Job(str(home / "f"), settings, tmp_path)
     job.collect()
     estimator = get_estimator(name)
     assert isinstance(estimator, Fisher)
-    original, changed = load_whole(home / "f"), load_whole(home / "f")
+    per_token = 1 if estimator.per_token else len(job.sequences) / sum(map(len, job.sequences))
     ratios = {}
-    for linear in ("self_attn.o_proj", "mlp.down_proj"):
-        for b in range(2):
-            spec = next(s for s in job.targets[b] if s.name.endswith(linear))
-            stored = job.collected.load(factors(job.need, b))
-            H_in, H_out = stored[f"{spec.name}.H_in"], stored[f"{spec.name}.H_out"]
-            W = job.decoder.get_weight(spec.name)
-            E = 3e-3 * torch.randn(W.shape, generator=torch.Generator().manual_seed(b))
-            per_token = 1 if estimator.per_token else len(job.sequences) / sum(map(len, job.sequences))
-            f = float((H_out @ E @ H_in * E).sum())
-            set_weight(changed, spec.name, W + E)
-            ratios[spec.name] = (
-                0.5
-                * per_token
-                * estimator.fisher_scale(H_in)
-                * f
-                / kl_per_token(original, changed, job.sequences)
-            )
-            set_weight(changed, spec.name, W)
-    assert all(0.75 < ratio < 1.33 for ratio in ratios.values()), ratios
+    for b in range(2):
+        stored = job.collected.load(factors(job.need, b))
+        for linear in (linear for linear in LINEARS if f".{b}." in linear):
+            owner = linear if f"{linear}.H_in" in stored else linear.replace("up_proj", "gate_proj")
+            H_in, H_out = stored[f"{owner}.H_in"], stored[f"{linear}.H_out"]
+            trace = estimator.fisher_scale(H_in) * per_token * float(H_in.trace() * H_out.trace())
+            ratios[linear] = trace / fisher_traces[linear]
+    low = {"shampoo": 0.65, "kfac": 0.65}.get(name, 0.5)
+    assert all(low < ratio < 1.5 for ratio in ratios.values()), ratios
 
 
 # 2. Losses
@@ -268,6 +275,7 @@ def assert_reads_back(settings: Settings) -> None:
         assert Settings.load(path) == settings
 
 
+@hypothesis_settings(max_examples=30)
 @given(
     st.builds(
         Settings,
@@ -339,7 +347,9 @@ def test_losses_measured_otherwise_are_refused_by_name(home: Path, tmp_path: Pat
     planned(home, tmp_path / "a.toml", **work)
     with pytest.raises(ResumeError, match=r"percdamp_out = 2\.0, now percdamp_out = 0\.5"):
         planned(home, tmp_path / "b.toml", percdamp_out=0.5, **work)
-    with pytest.raises(ResumeError, match="seed = 0, now seed = 1"):
+    with pytest.raises(
+        ResumeError, match=r"seed = 0, now calibration = \w+, seed = 1|seed = 0, now .*seed = 1"
+    ):
         planned(home, tmp_path / "b.toml", seed=1, **work)
 
 

@@ -40,7 +40,7 @@ from bakron.run.variants import make_variants
 
 DATA = ["--n-sequences", "3", "--sequence-length", "48"]
 HELD_OUT = ["--n-sequences", "3", "--sequence-length", "40"]
-REPORTING = {"quantize", "export", "eval", "compare", "verify", "demo"}
+REPORTING = {"quantize", "export", "eval", "compare", "plan", "verify", "demo"}
 
 
 def run(*arguments: Any, code: int = 0) -> Any:
@@ -100,7 +100,7 @@ def commands_of() -> Iterator[tuple[str, Any]]:
 def test_help_and_version_import_nothing_heavy() -> None:
     script = (
         "import sys, bakron.cli\n"
-        "for arguments in (['--help'], ['--version'], ['quantize', '--help'], ['compare', '--help']):\n"
+        "for arguments in (['--help'], ['--version'], ['quantize', '--help'], ['compare', '--help'], ['plan', '--help']):\n"
         "    try:\n"
         "        bakron.cli.app(arguments)\n"
         "    except SystemExit as end:\n"
@@ -139,7 +139,7 @@ def test_every_command_and_option_has_help() -> None:
         assert {"--quiet"} <= flags, name
         assert ("--json" in flags) == (name in REPORTING), name
         assert name in run("--help").stdout
-    assert names == {"quantize", "collect", "solve", "export", "eval", "compare", "verify", "demo"}
+    assert names == {"quantize", "collect", "solve", "export", "eval", "compare", "plan", "verify", "demo"}
 
 
 def test_options_are_the_fields_of_settings_with_their_types_and_defaults() -> None:

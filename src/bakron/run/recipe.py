@@ -64,7 +64,7 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         literal = "\\" in value and "'" not in value and value.isprintable()
-        return f"'{value}'" if literal else json.dumps(value)
+        return f"'{value}'" if literal else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return repr(value)

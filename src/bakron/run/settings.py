@@ -159,7 +159,7 @@ class Settings:
         values: dict[str, Any] = {}
         if recipe is not None:
             try:
-                values = tomllib.loads(Path(recipe).read_text())
+                values = tomllib.loads(Path(recipe).read_text(encoding="utf-8"))
             except FileNotFoundError as error:
                 raise ConfigError(f"recipe {recipe}: there is no such file.") from error
             except OSError as error:

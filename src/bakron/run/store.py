@@ -98,7 +98,7 @@ def _refuse_other(path: Path, facts: dict[str, Any], seen: dict[str, Any]) -> No
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` so that ``path`` holds the old or the new text, never a part."""
     temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
