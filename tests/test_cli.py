@@ -40,7 +40,7 @@ from bakron.run.variants import make_variants
 
 DATA = ["--n-sequences", "3", "--sequence-length", "48"]
 HELD_OUT = ["--n-sequences", "3", "--sequence-length", "40"]
-REPORTING = {"quantize", "export", "eval", "compare", "verify", "demo"}
+REPORTING = {"quantize", "export", "eval", "compare", "plan", "verify", "demo"}
 
 
 def run(*arguments: Any, code: int = 0) -> Any:
@@ -100,7 +100,7 @@ def commands_of() -> Iterator[tuple[str, Any]]:
 def test_help_and_version_import_nothing_heavy() -> None:
     script = (
         "import sys, bakron.cli\n"
-        "for arguments in (['--help'], ['--version'], ['quantize', '--help'], ['compare', '--help']):\n"
+        "for arguments in (['--help'], ['--version'], ['quantize', '--help'], ['compare', '--help'], ['plan', '--help']):\n"
         "    try:\n"
         "        bakron.cli.app(arguments)\n"
         "    except SystemExit as end:\n"
@@ -139,11 +139,11 @@ def test_every_command_and_option_has_help() -> None:
         assert {"--quiet"} <= flags, name
         assert ("--json" in flags) == (name in REPORTING), name
         assert name in run("--help").stdout
-    assert names == {"quantize", "collect", "solve", "export", "eval", "compare", "verify", "demo"}
+    assert names == {"quantize", "collect", "solve", "export", "eval", "compare", "plan", "verify", "demo"}
 
 
 def test_options_are_the_fields_of_settings_with_their_types_and_defaults() -> None:
-    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    fields = {field.name: field for field in dataclasses.fields(Settings) if field.name != "layers"}
     assert options.all_options().keys() == fields.keys()
     special = {"symmetric": "symmetric", "skip": "none", "calibration": "none"}
     for name, option in options.all_options().items():
@@ -160,6 +160,8 @@ def test_options_are_the_fields_of_settings_with_their_types_and_defaults() -> N
 def test_every_setting_is_an_option_of(command: str) -> None:
     flags = {flag for p in dict(commands_of())[command].params for flag in p.opts}
     for field in dataclasses.fields(Settings):
+        if field.name == "layers":  # tables of a recipe
+            continue
         assert f"--{field.name.replace('_', '-')}" in flags
 
 
@@ -346,6 +348,19 @@ def test_variants_have_labels_changes_and_errors(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             make_variants(methods, [3])
+
+
+def test_a_variant_may_have_a_recipe_of_its_own_with_its_own_bits(tmp_path: Path) -> None:
+    recipe = tmp_path / "plan.toml"
+    recipe.write_text("bits = 6\n[[layers]]\npattern = 'down_proj'\nbits = 8\n")
+    own = f"gptq:recipe={recipe}:aim=0.5"
+    made = make_variants(["rtn", own], [2, 3])
+    assert list(made) == ["rtn 2 bit", "gptq mixed recipe=plan.toml aim=0.5", "rtn 3 bit"]
+    gptq = made["gptq mixed recipe=plan.toml aim=0.5"]
+    assert (gptq.bits, [rule.bits for rule in gptq.layers], gptq.aim) == (6, [8], 0.5)
+    assert list(make_variants(["rtn", "gptq"], [], recipe)) == ["rtn mixed", "gptq mixed"]
+    with pytest.raises(ConfigError, match=r"bits 3 is given, but \[\[layers\]\].*rtn:recipe="):
+        make_variants(["rtn"], [3], recipe)
 
 
 # 4. verify

@@ -47,14 +47,16 @@ DEFAULT = Scheme(bits=4, group_size=32, symmetric=True)
 Solved = dict[str, Callable[[], SolvedLayer]]
 
 
-def save_llama(path: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def save_llama(
+    path: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32, layers: int = 2, **options: Any
+) -> Path:
     """A tiny Llama with random weights, saved by transformers."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=96,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=tied,
@@ -96,10 +98,16 @@ def solve_all(source: Path, scheme: Scheme, dtype: torch.dtype = torch.float32) 
 
 
 def export(
-    source: Path, out: Path, layers: Solved, scheme: Scheme, name: str = "compressed_tensors", **options: Any
+    source: Path,
+    out: Path,
+    layers: Solved,
+    scheme: Scheme | dict[str, Scheme],
+    name: str = "compressed_tensors",
+    **options: Any,
 ) -> Path:
     options = {"ignore": ["lm_head"], "card": "card\n", **options}
-    return write_checkpoint(source, out, get_exporter(name), layers, scheme, **options)
+    schemes = dict.fromkeys(layers, scheme) if isinstance(scheme, Scheme) else scheme
+    return write_checkpoint(source, out, get_exporter(name), layers, schemes, **options)
 
 
 def logits(model: Any) -> Tensor:
@@ -205,6 +213,85 @@ def test_a_packed_model_equals_the_dense_one_exactly(
     assert ("lm_head.weight" in stored) is not tied
 
 
+MIXED = (Scheme(2, 16, True), Scheme(3, 32, True), Scheme(4, -1, True), Scheme(8, 32, True))
+
+
+def mix(
+    source: Path, dtype: torch.dtype, schemes: Sequence[Scheme] = MIXED
+) -> tuple[Solved, dict[str, Scheme]]:
+    """Layers in ``schemes`` by turns, but with the same one for q, k, v and for gate, up, as engines need it."""
+    layers, chosen = {}, {}
+    parts = ("self_attn.o", "self_attn", "down", "mlp")
+    for spec in specs_of(load(source)):
+        part = next(i for i, name in enumerate(parts) if name in spec.name)
+        block = int(spec.name.split(".")[2])
+        scheme = chosen[spec.tensor_key] = schemes[(part + 3 * block) % len(schemes)]
+        layers[spec.tensor_key] = lambda spec=spec, scheme=scheme: solve(spec, scheme, dtype)
+    assert set(chosen.values()) == set(schemes)
+    return layers, chosen
+
+
+@pytest.mark.parametrize(
+    ("tied", "dtype"), [(False, torch.float32), (True, torch.bfloat16), (True, torch.float32)]
+)
+def test_a_packed_model_of_several_schemes_equals_the_dense_one_exactly(
+    tmp_path: Path, tied: bool, dtype: torch.dtype
+) -> None:
+    source = save_llama(tmp_path / "source", tied=tied, dtype=dtype, layers=12)
+    layers, schemes = mix(source, dtype)
+    packed = export(source, tmp_path / "packed", layers, schemes)
+    dense = export(source, tmp_path / "dense", layers, schemes, "dense")
+    expected, loaded = load(dense), load(packed)
+    assert torch.equal(logits(loaded), logits(expected))
+    for key, layer in layers.items():  # dense since that forward
+        assert torch.equal(loaded.get_parameter(key), layer().weight()), key
+        assert torch.equal(expected.get_parameter(key), layer().weight()), key
+    stored = dict(stored_weights(packed))
+    for key, value in stored_weights(dense):
+        assert torch.equal(stored[key], value), key
+    assert ("lm_head.weight" in stored) is not tied
+
+
+def test_several_schemes_are_groups_that_name_each_layer_exactly(tmp_path: Path) -> None:
+    """Class names would catch fused layers in engines, and prefixes catch block 10 with block 1."""
+    source = save_llama(tmp_path / "source", layers=12)
+    layers, schemes = mix(source, torch.float32)
+    config = json.loads((export(source, tmp_path / "out", layers, schemes) / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    assert list(groups) == ["group_0", "group_1", "group_2", "group_3"]
+    seen = {}
+    for group in groups.values():
+        weights = group["weights"]
+        scheme = Scheme(weights["num_bits"], weights["group_size"] or -1, weights["symmetric"])
+        assert weights["strategy"] == ("channel" if scheme.group_size == -1 else "group")
+        for target in group["targets"]:
+            assert target not in seen
+            seen[f"{target}.weight"] = scheme
+    assert seen == schemes
+
+
+def test_the_plan_and_the_bytes_of_several_schemes(tmp_path: Path, source: Path) -> None:
+    layers, schemes = mix(source, torch.float32)
+    expected = plan_export(source, get_exporter("compressed_tensors"), schemes)
+    out = export(source, tmp_path / "out", layers, schemes, max_shard_bytes=9_000)
+    stored = {key: value for file in out.glob("*.safetensors") for key, value in load_file(file).items()}
+    copied = load_file(source / "model.safetensors").keys() - layers.keys()
+    assert expected.quantized_bytes == sum(value.nbytes for key, value in stored.items() if key not in copied)
+    backwards = dict(reversed(layers.items())), dict(reversed(schemes.items()))
+    assert contents(export(source, tmp_path / "again", *backwards, max_shard_bytes=9_000)) == contents(out)
+
+
+def test_zero_points_beside_another_scheme_are_refused(tmp_path: Path, source: Path) -> None:
+    """transformers 5.24 reads all layers with the first scheme when it resolves zero points, so this loads nowhere."""
+    specs = specs_of(load(source))
+    mixed = {Scheme(4, 32, False): specs[:3], Scheme(3, 32, True): specs[3:]}
+    with pytest.raises(
+        FormatError, match="3 bit, group 32; 4 bit, group 32, asymmetric.*symmetric, or choose"
+    ):
+        get_exporter("compressed_tensors").check(mixed)
+    get_exporter("dense").check(mixed)
+
+
 def test_asymmetric_packed_weights_do_not_load_wrongly_without_dequantize(
     tmp_path: Path, source: Path
 ) -> None:
@@ -213,7 +300,7 @@ def test_asymmetric_packed_weights_do_not_load_wrongly_without_dequantize(
     layers = solve_all(source, scheme)
     packed = export(source, tmp_path / "packed", layers, scheme)
     dense = export(source, tmp_path / "dense", layers, scheme, "dense")
-    assert "dequantize=True" in get_exporter("compressed_tensors").usage(scheme)
+    assert "dequantize=True" in get_exporter("compressed_tensors").usage([scheme])
     try:
         model = load(packed)
     except RuntimeError:
@@ -228,7 +315,7 @@ def test_the_usage_on_the_card_loads_the_model(tmp_path: Path, source: Path, sym
     models = []
     for name in ("compressed_tensors", "dense"):
         names: dict[str, Any] = {"path": export(source, tmp_path / name, layers, scheme, name)}
-        exec(get_exporter(name).usage(scheme), names)  # noqa: S102
+        exec(get_exporter(name).usage([scheme]), names)  # noqa: S102
         models.append(names["model"])
     assert torch.equal(logits(models[0]), logits(models[1]))
 
@@ -243,7 +330,7 @@ def test_dense_holds_transposed_layers_and_compressed_tensors_refuses_them(tmp_p
     for key, layer in layers.items():
         assert torch.equal(model.get_parameter(key), layer().weight().T)
     with pytest.raises(FormatError, match="only the format 'dense'"):
-        get_exporter("compressed_tensors").check(specs, DEFAULT)
+        get_exporter("compressed_tensors").check({DEFAULT: specs})
     with pytest.raises(FormatError, match="only the format 'dense'"):
         export(tmp_path / "source", tmp_path / "packed", layers, DEFAULT)
     assert not (tmp_path / "packed").exists()
@@ -254,7 +341,10 @@ def test_scales_must_have_the_dtype_that_loaders_use(tmp_path: Path, layers: Sol
     source = save_llama(tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    assert plan_export(source, get_exporter("dense"), list(layers), DEFAULT).scale_dtype == torch.bfloat16
+    assert (
+        plan_export(source, get_exporter("dense"), dict.fromkeys(layers, DEFAULT)).scale_dtype
+        == torch.bfloat16
+    )
     with pytest.raises(FormatError, match=r"expected torch.bfloat16, seen torch.float32"):
         export(source, tmp_path / "out", layers, DEFAULT)
     halves = solve_all(source, DEFAULT, torch.bfloat16)
@@ -379,7 +469,7 @@ def test_the_plan_knows_the_size_of_the_tensors(
     tmp_path: Path, source: Path, name: str, scheme: Scheme
 ) -> None:
     layers = solve_all(source, scheme)
-    expected = plan_export(source, get_exporter(name), list(layers), scheme)
+    expected = plan_export(source, get_exporter(name), dict.fromkeys(layers, scheme))
     out = export(source, tmp_path / "out", layers, scheme, name)
     stored = load_file(out / "model.safetensors")
     copied = load_file(source / "model.safetensors").keys() - layers.keys()
@@ -514,19 +604,19 @@ def test_check_lists_every_layer_that_does_not_fit() -> None:
     ]
     for name in ("compressed_tensors", "dense"):
         with pytest.raises(FormatError, match="group_size") as caught:
-            get_exporter(name).check(specs, Scheme(4, 48, True))
+            get_exporter(name).check({Scheme(4, 48, True): specs})
         text = str(caught.value)
         assert (
             "block.0" not in text and all(f"block.{i} (8 x " in text for i in (1, 2, 3)) and "choose" in text
         )
-        get_exporter(name).check(specs, Scheme(4, -1, True))
+        get_exporter(name).check({Scheme(4, -1, True): specs})
     for scheme, word in (
         (Scheme(9, 32, True), "bits = 9"),
         (Scheme(1, 32, True), "bits = 1"),
         (Scheme(4, 0, True), "-1"),
     ):
         with pytest.raises(FormatError, match=word):
-            get_exporter("compressed_tensors").check(specs[:1], scheme)
+            get_exporter("compressed_tensors").check({scheme: specs[:1]})
 
 
 def change_codes(layer: SolvedLayer) -> SolvedLayer:
@@ -631,7 +721,7 @@ def test_formats_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_format_has_its_file_name_and_says_how_to_load_it(name: str) -> None:
     exporter = get_exporter(name)
     assert exporter.name == name
-    compile(exporter.usage(DEFAULT), "usage", "exec")
+    compile(exporter.usage([DEFAULT]), "usage", "exec")
 
 
 def test_the_card_shows_every_fact_and_says_what_is_missing() -> None:

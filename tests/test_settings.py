@@ -60,13 +60,14 @@ def test_every_field_may_stand_in_a_recipe(recipe: Any) -> None:
         "aim": 0.25,
         "calibration": "a.txt",
         "skip": ["x"],
+        "layers": [],
     }
     lines = [
         f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
         for key, value in given.items()
     ]
     loaded = Settings.load(recipe("\n".join(lines)))
-    assert dataclasses.asdict(loaded) == {**given, "skip": ("x",)}
+    assert dataclasses.asdict(loaded) == {**given, "skip": ("x",), "layers": ()}
 
 
 def test_without_anything_the_defaults_hold() -> None:

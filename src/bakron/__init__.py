@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bakron.quantizers.integer import Integer
     from bakron.quantizers.nf4 import NF4
     from bakron.quantizers.ternary import Ternary
+    from bakron.run.allocate import plan
     from bakron.run.compare import compare
     from bakron.run.pipeline import quantize
     from bakron.run.settings import Settings
@@ -32,6 +33,7 @@ __all__ = [
     "Settings",
     "Ternary",
     "compare",
+    "plan",
     "quantize",
     "solve",
     "verify",
@@ -46,6 +48,7 @@ _HOME = {
     "Settings": "bakron.run.settings",
     "Ternary": "bakron.quantizers.ternary",
     "compare": "bakron.run.compare",
+    "plan": "bakron.run.allocate",
     "quantize": "bakron.run.pipeline",
     "solve": "bakron.api",
     "verify": "bakron.run.verify",

@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from bakron.cli.console import guarded, listener, print_json, say, show_layers, show_plan, show_quality
+from bakron.cli.console import (
+    guarded,
+    listener,
+    print_json,
+    say,
+    show_bits,
+    show_layers,
+    show_plan,
+    show_quality,
+)
 from bakron.cli.options import SOLVE, HeldOut, Json, KeepWork, Overwrite, Quiet, Recipe, Work, with_settings
 
 app = typer.Typer(
@@ -216,6 +225,48 @@ def compare(
 
 
 @app.command()
+@with_settings(without=("bits", "group_size"))
+def plan(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="New recipe file, for quantize --recipe.")],
+    bpw: Annotated[float, typer.Option(help="Bits per weight to spend, scales and zeros included.")],
+    bits: Annotated[list[str] | None, typer.Option(help="Candidates. Default: 2,3,4.")] = None,
+    group_size: Annotated[
+        list[str] | None, typer.Option(help="One or several, such as 32,128. Default: the recipe's, or 64.")
+    ] = None,
+    recipe: Recipe = None,
+    work: Work = None,
+    keep_work: KeepWork = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recipe file.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    **settings: Any,
+) -> None:
+    """Choose bits for every layer: least predicted KL divergence within a number of bits per weight."""
+    work = work or output.with_name(output.name + ".work")
+    with guarded(work):
+        from bakron.run.allocate import BITS
+        from bakron.run.allocate import plan as run
+
+        record = run(
+            model,
+            output,
+            bpw=bpw,
+            bits=_numbers(bits) or BITS,
+            group_sizes=_numbers(group_size, "group_size"),
+            work=work,
+            keep_work=keep_work,
+            overwrite=overwrite,
+            recipe=recipe,
+            progress=listener(quiet),
+            on_plan=None if quiet else show_plan,
+            **settings,
+        )
+        print_json(record) if as_json else show_bits(record)
+        say(f"Wrote {output}. Next: bakron quantize {model} OUT --recipe {output}", quiet)
+
+
+@app.command()
 def verify(
     directory: Annotated[Path, typer.Argument(help="A checkpoint that bakron wrote.", metavar="DIR")],
     quiet: Quiet = False,
@@ -263,12 +314,12 @@ def _show_record(record: dict[str, Any], out: Path, quiet: bool, as_json: bool) 
     say(f"Wrote {out}. To check that it loads as solved: bakron verify {out}", quiet)
 
 
-def _numbers(texts: list[str] | None) -> list[int]:
+def _numbers(texts: list[str] | None, name: str = "bits") -> list[int]:
     """``["3,4", "8"]`` as [3, 4, 8]."""
     parts = [part.strip() for text in texts or [] for part in text.split(",")]
-    wrong = [part for part in parts if not part.isdigit()]
+    wrong = [part for part in parts if not part.removeprefix("-").isdigit()]
     if wrong:
         from bakron.errors import ConfigError
 
-        raise ConfigError(f"bits: {wrong[0]!r} is not a whole number.")
+        raise ConfigError(f"{name}: {wrong[0]!r} is not a whole number.")
     return [int(part) for part in parts]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,15 @@ def show_plan(plan: Any) -> None:
 def show_layers(record: dict[str, Any]) -> None:
     """A row for each kind of linear of a finished checkpoint, summed over the blocks, on stdout."""
     title = f"{record['method']}, {record['bits']} bit, {record['bits_per_weight']:.3f} bits per weight"
-    table = _table("linears", "count", "loss / RTN's", "clipped", "worst certificate")
+    mixed = ("bits",) if "schemes" in record else ()
+    table = _table("linears", "count", *mixed, "loss / RTN's", "clipped", "worst certificate")
     for kind, rows in _by_kind(record["layers"]).items():
         rtn = sum(row["loss_rtn"] for row in rows)
         ratio = sum(row["loss"] for row in rows) / rtn if rtn else 1.0
         table.add_row(
             kind,
             str(len(rows)),
+            *(counts(row[key] for row in rows) for key in mixed),
             f"{ratio:.4f}",
             f"{sum(row['clip_rate'] for row in rows) / len(rows):.2%}",
             f"{max(max(row['certificate']) for row in rows):.1e}",
@@ -172,6 +175,29 @@ def show_layers(record: dict[str, Any]) -> None:
         show_quality(rows)
 
 
+def show_bits(record: dict[str, Any]) -> None:
+    """A plan of bits: a row for each kind of linear, and the predicted KL beside that of equal bits, on stdout."""
+    labels = [_scheme(row, record["uniform"]) for row in record["uniform"]]
+    table = _table("linears", "count", "bits", "KL", *(f"KL at {label}" for label in labels))
+    for kind, rows in _by_kind(record["layers"]).items():
+        chosen = [_scheme(row, record["uniform"]) for row in rows]
+        kl = sum(row["kl"][labels.index(label)] for row, label in zip(rows, chosen, strict=True))
+        each = [sum(of) for of in zip(*(row["kl"] for row in rows), strict=True)]
+        table.add_row(kind, str(len(rows)), counts(chosen), *(f"{value:.4g}" for value in (kl, *each)))
+    _print("Bits where they matter", table)
+    table = _table("", "bits per weight", "predicted KL, nats per token")
+    for label, row in [*zip(labels, record["uniform"], strict=True), ("plan", record)]:
+        name = label if row is record else f"{label} everywhere"
+        table.add_row(name, f"{row['bits_per_weight']:.4f}", f"{row['kl']:.4g}")
+    _print("Predicted, layers taken as independent", table)
+
+
+def _scheme(row: dict[str, Any], candidates: list[dict[str, Any]]) -> str:
+    """The bits of ``row``, and its group size if candidates have several."""
+    several = len({candidate["group_size"] for candidate in candidates}) > 1
+    return str(row["bits"]) + (f"/{row['group_size']}" if several else "")
+
+
 def show_quality(rows: list[dict[str, Any]]) -> None:
     """A row for each model: bits, perplexity, and how far it is from the original, on stdout."""
     columns = {
@@ -182,6 +208,14 @@ def show_quality(rows: list[dict[str, Any]]) -> None:
         cells = ["" if row.get(key) is None else form.format(row[key]) for key, (_, form) in columns.items()]
         table.add_row(row["label"], *cells)
     _print("Quality on held-out text", table)
+
+
+def counts(values: Iterable[Any]) -> str:
+    """Which values there are, and how often: ``3 × 10, 4 × 20``; one value by itself."""
+    seen = Counter(values)
+    if len(seen) == 1:
+        return str(next(iter(seen)))
+    return ", ".join(f"{value} × {seen[value]}" for value in sorted(seen))
 
 
 def print_json(value: Any) -> None:

@@ -26,13 +26,18 @@ class LinearSpec:
     transposed: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Scheme:
     """How weights are stored: bits (2..8), group_size (-1 = whole row), symmetric or with integer zeros."""
 
     bits: int
     group_size: int
     symmetric: bool
+
+    def __str__(self) -> str:
+        """For messages: ``3 bit, group 64``."""
+        group = "whole row" if self.group_size == -1 else f"group {self.group_size}"
+        return f"{self.bits} bit, {group}" + ("" if self.symmetric else ", asymmetric")
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,19 @@ class Local(Estimator, Protocol):
         ...
 
 
+@runtime_checkable
+class Fisher(Estimator, Protocol):
+    """An estimator whose factors, of gradients of the model's own loss, have a known scale.
+
+    With labels drawn from the model, ½ vec(E)ᵀ F vec(E) is the KL divergence that an error E of the weight makes, up to
+    third order, F being the Fisher matrix: per token if ``per_token``, else summed over the tokens of a sequence.
+    """
+
+    def fisher_scale(self, H_in: Tensor) -> float:
+        """c such that c · H_out ⊗ H_in is the estimate of F; H_in: the mean, undamped."""
+        ...
+
+
 def number_of_passes(estimator: Estimator) -> int:
     """How many passes over the calibration text ``estimator`` makes."""
     return estimator.passes if isinstance(estimator, Iterated) else 1

@@ -23,5 +23,9 @@ class Kfac:
         """All tokens weigh the same: H_in does not know the gradients."""
         return None
 
+    def fisher_scale(self, H_in: Tensor) -> float:
+        """1: E[ggᵀ] ⊗ E[xxᵀ] is F per token, where x and g are independent and tokens do not interact."""
+        return 1.0
+
 
 ESTIMATOR = Kfac()

@@ -47,6 +47,10 @@ class SequenceFisher:
         assert g is not None
         return None if self.metric_in is not None else (g * self._to_metric(g.T).T).sum(1).clamp(min=0)
 
+    def fisher_scale(self, H_in: Tensor) -> float:
+        """1: each step fits the scale of F per sequence."""
+        return 1.0
+
     def _to_metric(self, columns: Tensor) -> Tensor:
         """H_out/‖H_out‖²_F times ``columns`` (d_out, n)."""
         return columns / len(columns) if self.metric_out is None else self.metric_out @ columns

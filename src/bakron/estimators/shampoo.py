@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bakron.core.linalg import gram
@@ -24,6 +25,13 @@ class Shampoo:
         """‖g_t‖²: GᵀG = Σ_{t,u} (g_t·g_u) x_t x_uᵀ, of which the terms t = u are kept for new inputs."""
         assert g is not None
         return g.square().sum(1)
+
+    def fisher_scale(self, H_in: Tensor) -> float:
+        """1/tr H_in = 1/E‖G‖²: H_out ⊗ H_in has the trace (E‖G‖²)², F = E[vec(G) vec(G)ᵀ] the trace E‖G‖².
+        Exact where F is a Kronecker product; 0 where no gradient arrives.
+        """
+        size = float(H_in.diagonal().sum(dtype=torch.float64))
+        return 1 / size if size > 0 else 0.0
 
 
 ESTIMATOR = Shampoo()

@@ -37,6 +37,10 @@ class Token:
         assert H_out is not None
         return _Step(metric_out=over_square_norm(H_out))
 
+    def fisher_scale(self, H_in: Tensor) -> float:
+        """1: each step fits the scale of F per token."""
+        return 1.0
+
 
 @dataclass(frozen=True)
 class _Step:

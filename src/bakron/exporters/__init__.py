@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
@@ -26,8 +26,8 @@ class Exporter(Protocol):
 
     name: str
 
-    def check(self, layers: Sequence[LinearSpec], scheme: Scheme) -> None:
-        """Raise FormatError, naming every layer that this format cannot hold in this scheme."""
+    def check(self, layers: Mapping[Scheme, Sequence[LinearSpec]]) -> None:
+        """Raise FormatError, naming every layer that this format cannot hold in its scheme, or schemes together."""
 
     def stored_bytes(self, d_out: int, d_in: int, scheme: Scheme, dtype: torch.dtype) -> int:
         """The bytes that a (d_out, d_in) weight takes on disk; dtype: that of the scales."""
@@ -37,11 +37,16 @@ class Exporter(Protocol):
         """What replaces the layer's weight in the checkpoint, by full tensor name."""
         ...
 
-    def quantization_config(self, scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any] | None:
-        """The ``quantization_config`` of config.json, or None. ignore: linear modules left as they were."""
+    def quantization_config(
+        self, layers: Mapping[Scheme, Sequence[str]], ignore: Sequence[str]
+    ) -> dict[str, Any] | None:
+        """The ``quantization_config`` of config.json, or None.
+
+        layers: the names of the linear modules in each scheme.  ignore: those left as they were.
+        """
         ...
 
-    def usage(self, scheme: Scheme) -> str:
+    def usage(self, schemes: Collection[Scheme]) -> str:
         """Python lines that load the checkpoint at ``path``, for the model card."""
         ...
 

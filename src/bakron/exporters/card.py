@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 NOT_MEASURED = "not measured"
@@ -12,7 +12,8 @@ NOT_MEASURED = "not measured"
 def model_card(facts: Mapping[str, Any]) -> str:
     """The Markdown text; every fact is optional, and what is missing is said to be unknown, never left out silently.
 
-    facts: title, base_model (str), method (str), format (str), bits, group_size, symmetric, bits_per_weight (scales
+    facts: title, base_model (str), method (str), format (str), bits, group_size, symmetric, or in place of the last two
+    schemes (a mapping of bits, group_size, symmetric, linears, weights for each), bits_per_weight (scales
     included), share_quantized (0..1, of all parameters), calibration (mapping: source, n_sequences, sequence_length,
     fingerprint), quality (mapping: perplexity_before, perplexity_after, kl, kl_p99, top1, data), usage (Python lines
     that load the checkpoint at ``path``), version (of bakron), settings (mapping, printed as JSON).
@@ -26,6 +27,7 @@ def model_card(facts: Mapping[str, Any]) -> str:
         f"# {title}",
         f"Weights quantized after training with bakron {facts.get('version', '')}".rstrip() + ".",
         _table("Quantization", _scheme_rows(facts)),
+        *([_mixed(facts["schemes"])] if facts.get("schemes") else []),
         _table("Calibration", _rows(facts.get("calibration"), CALIBRATION)),
         _table("Quality, against the original model", _rows(facts.get("quality"), QUALITY)),
     ]
@@ -60,18 +62,40 @@ def _front_matter(facts: Mapping[str, Any]) -> str:
 
 
 def _scheme_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    group = facts.get("group_size")
-    symmetric = {True: "symmetric", False: "asymmetric"}.get(facts.get("symmetric", None))
+    several = "see below" if facts.get("schemes") else None
     return [
         ("original", _text(facts.get("base_model"))),
         ("method", _text(facts.get("method"))),
         ("format", _text(facts.get("format"))),
         ("bits per code", _text(facts.get("bits"))),
-        ("group size", "whole row" if group == -1 else _text(group)),
-        ("grid", _text(symmetric)),
+        ("group size", several or _group(facts.get("group_size"))),
+        ("grid", several or _grid(facts.get("symmetric"))),
         ("bits per weight, scales included", _text(facts.get("bits_per_weight"))),
         ("share of parameters quantized", _text(facts.get("share_quantized"))),
     ]
+
+
+def _group(group_size: int | None) -> str:
+    return "whole row" if group_size == -1 else _text(group_size)
+
+
+def _grid(symmetric: bool | None) -> str:
+    return _text({True: "symmetric", False: "asymmetric"}.get(symmetric) if symmetric is not None else None)
+
+
+def _mixed(schemes: Sequence[Mapping[str, Any]]) -> str:
+    """A table of how many linears have which bits; which ones is in the settings below."""
+    lines = ["## Bits", "", "| bits | group size | grid | linears | weights |", "|---|---|---|---|---|"]
+    for row in schemes:
+        cells = [
+            row["bits"],
+            _group(row["group_size"]),
+            _grid(row["symmetric"]),
+            row["linears"],
+            row["weights"],
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def _rows(section: Mapping[str, Any] | None, labels: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -3,11 +3,15 @@
 Per linear of O outputs and I inputs, b bits, groups of g inputs (value = (code - zero) * scale):
 ``weight_packed`` int32 (O, ceil(I*b/32)), ``weight_scale`` (O, I/g), ``weight_shape`` int64 (2,), and for asymmetric
 schemes ``weight_zero_point`` int32 (ceil(O*b/32), I/g), packed along the outputs.
+
+config.json has a group of settings for each scheme. One scheme targets the class ``Linear``; several target names of
+modules, each exactly: engines look up a fused layer's class before its parts, so that ``Linear`` would catch all of
+them, and match regular expressions at the start of a name only, so that one for block 1 would catch block 10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,25 +29,19 @@ class CompressedTensorsExporter:
 
     name = "compressed_tensors"
 
-    def check(self, layers: Sequence[LinearSpec], scheme: Scheme) -> None:
-        """Raise FormatError that lists every layer and setting which this format cannot hold."""
-        faults = []
-        if not 2 <= scheme.bits <= 8:
-            faults.append(f"bits = {scheme.bits}: expected 2 to 8; change bits")
-        group = scheme.group_size
-        if group != -1 and group < 1:
-            faults.append(f"group_size = {group}: expected a positive number, or -1 for the whole row")
-        for layer in layers:
-            where = f"{layer.name} ({layer.d_out} x {layer.d_in})"
-            if layer.transposed:
-                faults.append(f"{where}: stored as (d_in, d_out), which only the format 'dense' can hold")
-            if not layer.tensor_key.endswith(".weight"):
-                faults.append(
-                    f"{where}: its tensor {layer.tensor_key!r} does not end in '.weight'; skip the layer"
-                )
-            if group > 0 and layer.d_in % group:
-                fix = "choose a group_size that divides it, or -1, or skip the layer"
-                faults.append(f"{where}: group_size {group} does not divide d_in {layer.d_in}; {fix}")
+    def check(self, layers: Mapping[Scheme, Sequence[LinearSpec]]) -> None:
+        """Raise FormatError that lists every layer and setting which this format cannot hold.
+
+        Several schemes must all be symmetric: transformers resolves zero points while loading, and takes those of the
+        first scheme for all layers then.
+        """
+        faults = [fault for scheme in layers for fault in _faults(layers[scheme], scheme)]
+        if len(layers) > 1 and not all(scheme.symmetric for scheme in layers):
+            listed = "; ".join(str(scheme) for scheme in sorted(layers))
+            faults.append(
+                f"zero points beside another scheme ({listed}): transformers would read them all in one; "
+                "make every layer symmetric, or choose one scheme, or the format 'dense'"
+            )
         if faults:
             raise FormatError(
                 "compressed_tensors cannot store this:\n" + "\n".join(f"  {fault}" for fault in faults)
@@ -68,35 +66,26 @@ class CompressedTensorsExporter:
             tensors[f"{base}weight_zero_point"] = pack_signed(layer.zero.T, bits).T.contiguous()
         return tensors
 
-    def quantization_config(self, scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(
+        self, layers: Mapping[Scheme, Sequence[str]], ignore: Sequence[str]
+    ) -> dict[str, Any]:
         """The block for config.json; ignore: every module that is linear and was not quantized."""
-        by_row = scheme.group_size == -1
-        weights = {
-            "num_bits": scheme.bits,
-            "type": "int",
-            "symmetric": scheme.symmetric,
-            "strategy": "channel" if by_row else "group",
-            "group_size": None if by_row else scheme.group_size,
-            "dynamic": False,
-        }
-        group = {
-            "targets": ["Linear"],
-            "format": "pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "weights": weights,
+        targets = {
+            scheme: ["Linear"] if len(layers) == 1 else sorted(layers[scheme]) for scheme in sorted(layers)
         }
         return {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "ignore": list(ignore),
-            "config_groups": {"group_0": group},
+            "config_groups": {
+                f"group_{i}": _config_group(scheme, targets[scheme]) for i, scheme in enumerate(targets)
+            },
         }
 
-    def usage(self, scheme: Scheme) -> str:
+    def usage(self, schemes: Collection[Scheme]) -> str:
         """Python lines that load the checkpoint at ``path`` with transformers."""
-        if scheme.symmetric:
+        if all(scheme.symmetric for scheme in schemes):
             return (
                 "from transformers import AutoModelForCausalLM  # needs the package compressed-tensors\n"
                 'model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")'
@@ -106,6 +95,48 @@ class CompressedTensorsExporter:
             "config = CompressedTensorsConfig(dequantize=True)  # zero points need it\n"
             'model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", quantization_config=config)'
         )
+
+
+def _faults(layers: Sequence[LinearSpec], scheme: Scheme) -> list[str]:
+    """What is wrong with storing ``layers`` in ``scheme``, and what to change."""
+    faults = []
+    if not 2 <= scheme.bits <= 8:
+        faults.append(f"bits = {scheme.bits}: expected 2 to 8; change bits")
+    group = scheme.group_size
+    if group != -1 and group < 1:
+        faults.append(f"group_size = {group}: expected a positive number, or -1 for the whole row")
+    for layer in layers:
+        where = f"{layer.name} ({layer.d_out} x {layer.d_in})"
+        if layer.transposed:
+            faults.append(f"{where}: stored as (d_in, d_out), which only the format 'dense' can hold")
+        if not layer.tensor_key.endswith(".weight"):
+            faults.append(
+                f"{where}: its tensor {layer.tensor_key!r} does not end in '.weight'; skip the layer"
+            )
+        if group > 0 and layer.d_in % group:
+            fix = "choose a group_size that divides it, or -1, or skip the layer"
+            faults.append(f"{where}: group_size {group} does not divide d_in {layer.d_in}; {fix}")
+    return faults
+
+
+def _config_group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
+    """One entry of ``config_groups``."""
+    by_row = scheme.group_size == -1
+    weights = {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": scheme.symmetric,
+        "strategy": "channel" if by_row else "group",
+        "group_size": None if by_row else scheme.group_size,
+        "dynamic": False,
+    }
+    return {
+        "targets": list(targets),
+        "format": "pack-quantized",
+        "input_activations": None,
+        "output_activations": None,
+        "weights": weights,
+    }
 
 
 def dequantize(tensors: Mapping[str, Tensor], scheme: Scheme) -> Tensor:

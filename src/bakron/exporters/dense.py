@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +16,11 @@ class DenseExporter:
 
     name = "dense"
 
-    def check(self, layers: Sequence[LinearSpec], scheme: Scheme) -> None:
+    def check(self, layers: Mapping[Scheme, Sequence[LinearSpec]]) -> None:
         """Raise FormatError that lists every layer whose rows the groups do not divide."""
-        group = scheme.group_size
         faults = [
             f"  {layer.name} ({layer.d_out} x {layer.d_in}): group_size {group} does not divide d_in {layer.d_in}"
-            for layer in layers
+            for group, layer in ((scheme.group_size, layer) for scheme in layers for layer in layers[scheme])
             if group != -1 and (group < 1 or layer.d_in % group)
         ]
         if faults:
@@ -37,10 +36,10 @@ class DenseExporter:
         weight = layer.weight()
         return {layer.spec.tensor_key: (weight.T if layer.spec.transposed else weight).contiguous()}
 
-    def quantization_config(self, scheme: Scheme, ignore: Sequence[str]) -> None:
+    def quantization_config(self, layers: Mapping[Scheme, Sequence[str]], ignore: Sequence[str]) -> None:
         """None: nothing in config.json changes."""
 
-    def usage(self, scheme: Scheme) -> str:
+    def usage(self, schemes: Collection[Scheme]) -> str:
         """Python lines that load the checkpoint at ``path`` with transformers."""
         return (
             "from transformers import AutoModelForCausalLM\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,18 +45,19 @@ class ExportPlan:
         return 8 * self.quantized_bytes / max(1, self.quantized_weights)
 
 
-def plan_export(source: Path, exporter: Exporter, tensor_keys: Sequence[str], scheme: Scheme) -> ExportPlan:
+def plan_export(source: Path, exporter: Exporter, schemes: Mapping[str, Scheme]) -> ExportPlan:
     """Sizes and the scale dtype of an export, from file headers only.
 
-    tensor_keys: the source's names of the weights to quantize; their sizes must have passed exporter.check.
+    schemes: the source's names of the weights to quantize, and how; their sizes must have passed exporter.check.
     Raises FormatError when the source is not a plain safetensors checkpoint with these two-dimensional tensors.
     """
     checkpoint = Checkpoint(Path(source))
-    _check_source(checkpoint, tensor_keys)
-    dtype = checkpoint.model_dtype(tensor_keys)
-    infos = {key: checkpoint.infos[key] for key in tensor_keys}
+    _check_source(checkpoint, list(schemes))
+    dtype = checkpoint.model_dtype(schemes)
+    infos = {key: checkpoint.infos[key] for key in schemes}
     quantized = sum(
-        exporter.stored_bytes(info.shape[0], info.shape[1], scheme, dtype) for info in infos.values()
+        exporter.stored_bytes(info.shape[0], info.shape[1], schemes[key], dtype)
+        for key, info in infos.items()
     )
     copied = sum(info.n_bytes for key, info in checkpoint.infos.items() if key not in infos)
     files = sum((checkpoint.path / name).stat().st_size for name in auxiliary_files(checkpoint.path))

@@ -21,34 +21,41 @@ def stored_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
     other formats and when a packed layer lacks a tensor.
     """
     checkpoint = Checkpoint(Path(directory))
-    scheme = _scheme(checkpoint.config.get("quantization_config"), directory)
-    names = (
-        "weight_packed",
-        "weight_scale",
-        "weight_shape",
-        *(() if scheme and scheme.symmetric else SUFFIXES[3:]),
-    )
+    schemes = _schemes(checkpoint.config.get("quantization_config"), directory)
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in checkpoint.values():
         assert value is not None
         base, _, suffix = key.rpartition(".")
-        if scheme is None or suffix not in SUFFIXES:
+        if not schemes or suffix not in SUFFIXES:
             yield key, value
             continue
         parts.setdefault(base, {})[suffix] = value
-        if all(name in parts[base] for name in names):
+        scheme = schemes.get(base, schemes.get("Linear"))
+        if scheme is None:
+            raise FormatError(f"{directory}: no config group targets the packed layer {base}")
+        if all(name in parts[base] for name in _names(scheme)):
             yield f"{base}.weight", dequantize(parts.pop(base), scheme)
     if parts:
         incomplete = {base: sorted(found) for base, found in parts.items()}
-        raise FormatError(f"{directory}: packed layers are incomplete, expected {names}, seen {incomplete}")
-
-
-def _scheme(block: dict[str, Any] | None, directory: Path) -> Scheme | None:
-    if block is None:
-        return None
-    if block.get("format") != "pack-quantized" or list(block.get("config_groups", {})) != ["group_0"]:
         raise FormatError(
-            f"{directory}: expected dense or pack-quantized weights of one scheme, seen {block}"
+            f"{directory}: packed layers are incomplete, expected {SUFFIXES}, seen {incomplete}"
         )
-    weights = block["config_groups"]["group_0"]["weights"]
-    return Scheme(weights["num_bits"], weights.get("group_size") or -1, weights["symmetric"])
+
+
+def _names(scheme: Scheme) -> tuple[str, ...]:
+    """The tensors that a packed layer of ``scheme`` has."""
+    return SUFFIXES[:3] if scheme.symmetric else SUFFIXES
+
+
+def _schemes(block: dict[str, Any] | None, directory: Path) -> dict[str, Scheme]:
+    """Target (a module's name, or ``Linear``) → scheme; nothing for a dense checkpoint."""
+    if block is None:
+        return {}
+    if block.get("format") != "pack-quantized":
+        raise FormatError(f"{directory}: expected dense or pack-quantized weights, seen {block}")
+    schemes = {}
+    for group in block["config_groups"].values():
+        weights = group["weights"]
+        scheme = Scheme(weights["num_bits"], weights.get("group_size") or -1, weights["symmetric"])
+        schemes |= dict.fromkeys(group["targets"], scheme)
+    return schemes

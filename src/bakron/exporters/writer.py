@@ -34,7 +34,7 @@ def write_checkpoint(
     out: Path,
     exporter: Exporter,
     layers: Layers,
-    scheme: Scheme,
+    schemes: Mapping[str, Scheme],
     *,
     ignore: Sequence[str],
     card: str,
@@ -46,6 +46,7 @@ def write_checkpoint(
     """Write ``out``, a copy of ``source`` with the given layers stored by ``exporter``; returns ``out``.
 
     layers: source tensor name -> function that returns the solved layer, called once, when its turn comes.
+    schemes: source tensor name -> how the layer is stored, for the same names.
     ignore: names of all modules that are linear in the model but not in layers (``lm_head``, also when tied; routers).
     card: the text of README.md.  extra: further text files by name.  max_shard_bytes: a new file starts before it would grow beyond (a single layer is
     never split).  progress(done, total, name): called after every tensor.
@@ -56,7 +57,7 @@ def write_checkpoint(
     """
     source, out = Path(source), Path(out)
     check_output(source, out, overwrite)
-    plan = plan_export(source, exporter, list(layers), scheme)
+    plan = plan_export(source, exporter, schemes)
     checkpoint = Checkpoint(source)
     _check_ignore(layers, ignore)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -65,10 +66,11 @@ def write_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        units = _units(checkpoint, exporter, layers, scheme, plan.scale_dtype, progress)
+        names: dict[Scheme, list[str]] = {}
+        units = _units(checkpoint, exporter, layers, schemes, plan.scale_dtype, names, progress)
         _write_shards(partial, units, max_shard_bytes)
         _copy_auxiliary(source, partial)
-        _write_config(source, partial, exporter.quantization_config(scheme, ignore))
+        _write_config(source, partial, exporter.quantization_config(names, ignore))
         for name, text in {CARD_NAME: card, **(extra or {})}.items():
             (partial / name).write_text(text, encoding="utf-8")
         _sync(partial)
@@ -112,19 +114,24 @@ def _units(
     checkpoint: Checkpoint,
     exporter: Exporter,
     layers: Layers,
-    scheme: Scheme,
+    schemes: Mapping[str, Scheme],
     dtype: torch.dtype,
+    names: dict[Scheme, list[str]],
     progress: Progress | None,
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors of the output in order, those of one layer together; every one is checked to be finite."""
+    """The tensors of the output in order, those of one layer together; every one is checked to be finite.
+
+    names: gets the names of the layers in each scheme, as they pass.
+    """
     total = len(checkpoint.infos)
     for done, (key, value) in enumerate(checkpoint.values(skip=layers), start=1):
         if value is not None:
             unit = {key: value}
         else:
             layer = layers[key]()
-            check_layer(layer, key, checkpoint.infos[key].shape, scheme, dtype)
-            exporter.check([layer.spec], scheme)
+            check_layer(layer, key, checkpoint.infos[key].shape, schemes[key], dtype)
+            exporter.check({layer.scheme: [layer.spec]})
+            names.setdefault(layer.scheme, []).append(layer.spec.name)
             unit = exporter.tensors(layer)
         for name, tensor in unit.items():
             check_finite(name, tensor, "its source" if value is not None else "the solved layer")

@@ -99,6 +99,21 @@ class Decoder:
                 "tokenizer_config.json into the directory, or pass token ids as data."
             ) from error
 
+    @cached_property
+    def fused(self) -> list[tuple[str, ...]]:
+        """The linears in sets that inference engines join into one matrix: q, k, v; gate, up; all experts of a block.
+
+        Those of one module that receive the same input, so that no table of names is needed; every linear is in one set.
+        """
+        sets: dict[tuple[str, int, str], list[str]] = {}
+        for b, groups in enumerate(self.groups):
+            for g, group in enumerate(groups):
+                for name in group:
+                    owner, experts, _ = name.partition(".experts.")
+                    key = (owner, -1, "") if experts else (name.rpartition(".")[0], b, str(g))
+                    sets.setdefault(key, []).append(name)
+        return [tuple(names) for names in sets.values()]
+
     @property
     def tied(self) -> bool:
         """Whether the head's weight is the embedding's."""

@@ -13,6 +13,7 @@ from bakron.run.evaluation import Evaluation
 from bakron.run.pipeline import Job
 from bakron.run.plan import Plan
 from bakron.run.progress import Progress, Silent
+from bakron.run.rules import bits_text
 from bakron.run.settings import Settings
 from bakron.run.store import require_space
 
@@ -67,7 +68,7 @@ def _row(label: str, job: Job, quality: Quality) -> dict[str, Any]:
     return {
         "label": label,
         "method": job.settings.method,
-        "bits": job.settings.bits,
+        "bits": job.settings.bits if len(job.by_scheme) == 1 else bits_text(job.by_scheme),
         "bits_per_weight": job.export_plan.bits_per_weight,
         **dataclasses.asdict(quality),
         "worst_certificate": max(max(row["certificate"]) for row in report),

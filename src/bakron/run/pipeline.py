@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bakron.core.layers import LinearSpec, SolvedLayer
+from bakron.core.layers import LinearSpec, Scheme, SolvedLayer
 from bakron.data import fingerprint, load_sequences
 from bakron.errors import ConfigError, ModelError, OutputExistsError
 from bakron.estimators import Local, get_estimator, uses_gradients
@@ -28,6 +28,7 @@ from bakron.run.collect import Need, collect
 from bakron.run.evaluation import Evaluation
 from bakron.run.plan import Plan, make_plan
 from bakron.run.progress import Progress, Silent, stage
+from bakron.run.rules import bits_text, check_rules, scheme_of
 from bakron.run.settings import Settings
 from bakron.run.solve import load_solved, solve_model, solved
 from bakron.run.store import Store, model_fingerprint, remove_work, require_space, tensor_sha256
@@ -70,11 +71,12 @@ class Job:
         estimator = get_estimator(settings.estimator_name)
         if isinstance(estimator, Local):
             check_views(self.decoder, estimator.sees)
+        self.schemes = {spec.name: scheme_of(spec.name, settings.scheme, settings.layers) for spec in flat}
+        linears = [spec for specs in self.decoder.linears for spec in specs]
+        check_rules(linears, self.decoder.fused, self.schemes, settings.layers)
         self.exporter = get_exporter(settings.format)
-        self.exporter.check(flat, settings.scheme)
-        self.export_plan: ExportPlan = plan_export(
-            self.source, self.exporter, [spec.tensor_key for spec in flat], settings.scheme
-        )
+        self.exporter.check(self.by_scheme)
+        self.export_plan: ExportPlan = plan_export(self.source, self.exporter, self._stored_schemes())
         self.sequences = self._sequences()
 
     @property
@@ -87,6 +89,19 @@ class Job:
     def flat_targets(self) -> list[LinearSpec]:
         """All linears to quantize, in order of execution."""
         return [spec for specs in self.targets for spec in specs]
+
+    @property
+    def by_scheme(self) -> dict[Scheme, list[LinearSpec]]:
+        """The linears to quantize, by how they are stored."""
+        flat = self.flat_targets
+        return {
+            scheme: [spec for spec in flat if self.schemes[spec.name] == scheme]
+            for scheme in sorted(set(self.schemes.values()))
+        }
+
+    def _stored_schemes(self) -> dict[str, Scheme]:
+        """How each tensor of the source that is to be quantized is stored, by its name there."""
+        return {spec.tensor_key: self.schemes[spec.name] for spec in self.flat_targets}
 
     @property
     def ignored(self) -> list[str]:
@@ -131,7 +146,7 @@ class Job:
     @cached_property
     def solved(self) -> Store:
         """The store of solved layers."""
-        settings = dataclasses.asdict(self.settings)
+        settings = self.settings.as_dict()
         for name in (
             "calibration",
             "format",
@@ -168,6 +183,7 @@ class Job:
             self.targets,
             [len(ids) for ids in self.sequences],
             self.settings,
+            self.schemes,
             self.export_plan.scale_dtype,
             self.collected if with_data else None,
             self.need,
@@ -179,7 +195,7 @@ class Job:
     def apply(self) -> None:
         """Give the decoder the solved weights, as a loader of the checkpoint would see them."""
         for b, specs in enumerate(self.targets):
-            for layer in load_solved(self.solved, specs, b, self.settings).values():
+            for layer in load_solved(self.solved, specs, b, self.schemes).values():
                 self.decoder.set_weight(layer.spec.name, layer.weight().to(self.decoder.dtype))
 
     def report(self) -> list[dict[str, Any]]:
@@ -197,7 +213,7 @@ class Job:
             if spec.block not in blocks:
                 blocks.clear()  # one block in memory
                 blocks[spec.block] = load_solved(
-                    self.solved, self.targets[spec.block], spec.block, self.settings
+                    self.solved, self.targets[spec.block], spec.block, self.schemes
                 )
             return blocks[spec.block][spec.name]
 
@@ -207,7 +223,7 @@ class Job:
                 out,
                 self.exporter,
                 {spec.tensor_key: lambda spec=spec: layer(spec) for spec in self.flat_targets},
-                self.settings.scheme,
+                self._stored_schemes(),
                 ignore=self.ignored,
                 card=model_card(self._facts(quality)),
                 extra={REPORT: json.dumps(self._record(quality), indent=1) + "\n"},
@@ -254,35 +270,50 @@ class Job:
                 "sequence_length": max(map(len, self.sequences)),
                 "fingerprint": self.data_facts["calibration"],
             }
-        plan = self.export_plan
+        plan, schemes = self.export_plan, self.by_scheme
         return {
-            "title": f"{self.source.name}, {settings.bits} bit",
+            "title": f"{self.source.name}, {bits_text(schemes)} bit",
             "base_model": self.source.name,
             "method": f"{settings.method} ({settings.estimator_name} Hessians)",
             "format": settings.format,
-            "bits": settings.bits,
-            "group_size": settings.group_size,
-            "symmetric": settings.symmetric,
+            **self._scheme_facts(),
             "bits_per_weight": plan.bits_per_weight,
             "share_quantized": plan.quantized_weights / plan.all_weights,
             "calibration": calibration,
             "quality": quality,
-            "usage": self.exporter.usage(settings.scheme),
+            "usage": self.exporter.usage(schemes),
             "settings": {
-                **dataclasses.asdict(settings),
+                **settings.as_dict(),
                 "calibration": Path(settings.calibration or "").name or None,
             },
             "version": version("bakron"),
         }
 
+    def _scheme_facts(self) -> dict[str, Any]:
+        """Bits, group size and symmetry: values where there is one scheme, else a row for each scheme."""
+        schemes = self.by_scheme
+        if len(schemes) == 1:
+            return dataclasses.asdict(next(iter(schemes)))
+        rows = [
+            {
+                **dataclasses.asdict(scheme),
+                "linears": len(specs),
+                "weights": sum(spec.d_out * spec.d_in for spec in specs),
+            }
+            for scheme, specs in schemes.items()
+        ]
+        return {"bits": bits_text(schemes), "schemes": rows}
+
     def _record(self, quality: dict[str, Any] | None) -> dict[str, Any]:
         """What ``bakron.json`` says: the facts of the card, a row a layer, and digests of the dense weights."""
         digests = {}
         for b, specs in enumerate(self.targets):
-            for layer in load_solved(self.solved, specs, b, self.settings).values():
+            for layer in load_solved(self.solved, specs, b, self.schemes).values():
                 digests[layer.spec.name] = tensor_sha256(layer.weight())
         facts = {key: value for key, value in self._facts(quality).items() if key not in ("usage", "title")}
         layers = [{key: value for key, value in row.items() if key != "seconds"} for row in self.report()]
+        if len(self.by_scheme) > 1:
+            layers = [{**row, **dataclasses.asdict(self.schemes[row["name"]])} for row in layers]
         return {**facts, "layers": layers, "sha256": digests}  # no times: the same run gives the same bytes
 
 

@@ -19,6 +19,7 @@ from bakron.errors import ConfigError
 from bakron.estimators import get_estimator
 from bakron.kernels import kernel_names
 from bakron.quantizers.integer import Integer, Scale
+from bakron.run.rules import LayerRule
 
 Method = Literal["bakron", "gptq", "rtn"]
 _ESTIMATOR_OF = {"bakron": "shampoo", "gptq": "gram", "rtn": "identity"}
@@ -40,6 +41,7 @@ class Settings:
     percdamp_aim: damping of that move, relative to each input's own size; more follows less of the noise.
     refine: passes of coordinate descent over a layer's codes after the sweep, at most.
     skip: regular expressions; linears whose name matches one are left as they are.
+    layers: other bits, group_size or symmetric for linears by name (``[[layers]]`` in a recipe); a later rule wins.
 
     Raises ConfigError for values out of range or in contradiction.
     """
@@ -69,6 +71,7 @@ class Settings:
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     skip: tuple[str, ...] = ()
+    layers: tuple[LayerRule, ...] = ()
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -96,6 +99,11 @@ class Settings:
             except re.error as error:
                 raise ConfigError(f"skip: {pattern!r} is not a regular expression: {error}.") from error
         self.quantizer(None)
+        for rule in self.layers:
+            try:
+                self.quantizer(None, dataclasses.replace(self.scheme, **rule.changes))
+            except ConfigError as error:
+                raise ConfigError(f"layers: the rule for {rule.pattern!r}: {error}") from error
         get_estimator(self.estimator_name)
         if self.kernel not in ("auto", "reference", *kernel_names()):
             known = ", ".join(["auto", "reference", *kernel_names()])
@@ -129,12 +137,21 @@ class Settings:
 
     @property
     def scheme(self) -> Scheme:
-        """What the checkpoint format has to hold."""
+        """How weights are stored, but for the exceptions in ``layers``."""
         return Scheme(self.bits, self.group_size, self.symmetric)
 
-    def quantizer(self, scale_dtype: torch.dtype | None) -> Integer:
-        """The base quantizer, its scales rounded to ``scale_dtype``."""
-        return Integer(self.bits, self.group_size, self.symmetric, self.scale, scale_dtype)
+    def quantizer(self, scale_dtype: torch.dtype | None, scheme: Scheme | None = None) -> Integer:
+        """The base quantizer of ``scheme`` (default: the settings' own), its scales rounded to ``scale_dtype``."""
+        scheme = scheme or self.scheme
+        return Integer(scheme.bits, scheme.group_size, scheme.symmetric, self.scale, scale_dtype)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All settings by name, as plain data; without ``layers`` when there are none."""
+        values = dataclasses.asdict(self)
+        values["layers"] = [{"pattern": rule.pattern, **rule.changes} for rule in self.layers]
+        if not self.layers:
+            del values["layers"]
+        return values
 
     @classmethod
     def load(cls, recipe: str | Path | None = None, **overrides: Any) -> Settings:
@@ -142,7 +159,7 @@ class Settings:
         values: dict[str, Any] = {}
         if recipe is not None:
             try:
-                values = tomllib.loads(Path(recipe).read_text())
+                values = tomllib.loads(Path(recipe).read_text(encoding="utf-8"))
             except FileNotFoundError as error:
                 raise ConfigError(f"recipe {recipe}: there is no such file.") from error
             except OSError as error:
@@ -157,7 +174,7 @@ class Settings:
                 raise ConfigError(
                     f"unknown setting {key!r}" + (f"; did you mean {close[0]!r}?" if close else ".")
                 )
-            values[key] = _of_type(key, value, str(known[key].type))
+            values[key] = _rules(value) if key == "layers" else _of_type(key, value, str(known[key].type))
         return cls(**values)
 
 
@@ -170,6 +187,13 @@ _CHOICES = {
     "sampling": ("pack", "per-sample"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }
+
+
+def _rules(value: Any) -> tuple[LayerRule, ...]:
+    """The rules of a recipe's ``[[layers]]``. Raises ConfigError."""
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"layers: {value!r} is a {type(value).__name__}, expected a list of tables.")
+    return tuple(LayerRule.of(table) for table in value)
 
 
 def _of_type(key: str, value: Any, annotation: str) -> Any:

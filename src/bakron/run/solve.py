@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bakron.core.hessian import KroneckerHessian
-from bakron.core.layers import LinearSpec, SolvedLayer
+from bakron.core.layers import LinearSpec, Scheme, SolvedLayer
 from bakron.core.linalg import gram
 from bakron.core.refine import refined
-from bakron.core.solution import LayerProblem, solve_problem
+from bakron.core.solution import LayerProblem, Solution, solve_problem
 from bakron.core.target import aimed_weight
 from bakron.errors import CertificateError, ModelError
 from bakron.kernels import get_kernel, get_panel_kernel
@@ -22,6 +22,7 @@ from bakron.models import Decoder
 from bakron.quantizers import fitted
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
 from bakron.run.progress import Progress, stage
+from bakron.run.rules import bits_text
 from bakron.run.settings import Settings
 from bakron.run.store import Store
 
@@ -45,6 +46,7 @@ def solve_model(
     targets: Sequence[Sequence[LinearSpec]],
     lengths: Sequence[int],
     settings: Settings,
+    schemes: Mapping[str, Scheme],
     scale_dtype: torch.dtype,
     collected: Store | None,
     need: Need,
@@ -53,17 +55,19 @@ def solve_model(
 ) -> None:
     """Fill ``store`` with the solved ``targets`` of every block; finished blocks are kept. Weights of ``decoder`` change.
 
-    collected: what ``collect`` made of ``need``, None when no data is used.  scale_dtype: of the scales in the checkpoint.
+    schemes: of the targets, by name.  collected: what ``collect`` made of ``need``, None when no data is used.  scale_dtype: of the scales in the checkpoint.
     """
     sequential = settings.sequential
     steps = len(lengths) if sequential else 1
-    with stage(progress, f"solve ({settings.method}, {settings.bits} bit)", decoder.n_blocks * steps):
+    with stage(
+        progress, f"solve ({settings.method}, {bits_text(schemes.values())} bit)", decoder.n_blocks * steps
+    ):
         states: list[Tensor] | None = None
         for b in range(decoder.n_blocks):
             if store.has(solved(b)):
                 progress.advance(steps)
                 continue
-            statistics = _Statistics()
+            statistics = Statistics()
             piece = factors(need, b)
             if collected is not None and collected.has(piece):
                 statistics.load(collected.load(piece), collected.metadata(piece), decoder.groups[b])
@@ -78,7 +82,9 @@ def solve_model(
                 if states is not None:
                     statistics.observe(decoder, b, part, states, aims)
                 for spec in part:
-                    layer, row = _solve_linear(decoder, spec, statistics, settings, scale_dtype)
+                    layer, row = _solve_linear(
+                        decoder, spec, statistics, settings, schemes[spec.name], scale_dtype
+                    )
                     layers |= {
                         f"{spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")
                     }
@@ -134,20 +140,20 @@ def _states_to_reach(
 
 
 def load_solved(
-    store: Store, specs: Sequence[LinearSpec], b: int, settings: Settings
+    store: Store, specs: Sequence[LinearSpec], b: int, schemes: Mapping[str, Scheme]
 ) -> dict[str, SolvedLayer]:
-    """The solved layers of block b by linear name."""
+    """The solved layers of block b by linear name, in the ``schemes`` (by name) that they were solved in."""
     tensors = store.load(solved(b))
     return {
         spec.name: SolvedLayer(
-            spec, settings.scheme, *(tensors[f"{spec.name}.{key}"] for key in ("codes", "scale", "zero"))
+            spec, schemes[spec.name], *(tensors[f"{spec.name}.{key}"] for key in ("codes", "scale", "zero"))
         )
         for spec in specs
     }
 
 
 @dataclass
-class _Statistics:
+class Statistics:
     """What is known about the linears of one block: stored factors, and sums over inputs of the quantized prefix."""
 
     stored: dict[str, Tensor] = field(default_factory=dict)
@@ -236,38 +242,23 @@ def _accumulate(sums: dict[str, Tensor], key: str, term: Tensor) -> None:
 
 
 def _solve_linear(
-    decoder: Decoder, spec: LinearSpec, statistics: _Statistics, settings: Settings, scale_dtype: torch.dtype
+    decoder: Decoder,
+    spec: LinearSpec,
+    statistics: Statistics,
+    settings: Settings,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
 ) -> tuple[SolvedLayer, dict[str, Any]]:
     """Round one linear; also its row of the report."""
     started = time.perf_counter()
     W = original = decoder.get_weight(spec.name)
     hessian = statistics.hessian(spec.name)
-    if settings.method != "bakron":
-        hessian = KroneckerHessian(hessian.H_in, None, hessian.n_sequences, hessian.n_tokens)
     if spec.name in statistics.cross and hessian.H_in is not None:
         W = aimed_weight(
             W, statistics.cross[spec.name], hessian.H_in, settings.percdamp_aim, settings.aim_used, spec.name
         )
-    problem = LayerProblem(
-        spec.name, W, hessian, settings.percdamp_in, settings.percdamp_out, settings.shrink_out
-    )
-    quantizer = settings.quantizer(scale_dtype)
-    grid = fitted(quantizer, original, lambda: problem.column_weights(settings.act_order))
-    kernel = None if settings.kernel == "reference" else get_kernel(settings.kernel, W.device)
-    solution = solve_problem(problem, grid, settings.act_order, kernel)
-    if not solution.certificate.worst <= CERTIFICATE_LIMIT:  # so that NaN fails too
-        raise CertificateError(
-            f"{spec.name}: the sweep's codes are not those of its own definition, worst excess "
-            f"{solution.certificate.worst:.3g} grid steps. This is a defect of kernel {settings.kernel!r}: "
-            "choose kernel torch and report it."
-        )
-    solution = refined(solution, settings.refine, get_panel_kernel(W.device))
-    layer = SolvedLayer(
-        spec,
-        settings.scheme,
-        solution.codes.to(torch.int8).cpu(),
-        grid.scale.to(scale_dtype).cpu(),
-        grid.zero.to(torch.int32).cpu(),
+    layer, solution = rounded(
+        spec, problem_of(spec, W, hessian, settings), original, settings, scheme, scale_dtype
     )
     row = {
         "name": spec.name,
@@ -281,3 +272,46 @@ def _solve_linear(
     }
     row["seconds"] = time.perf_counter() - started
     return layer, row
+
+
+def problem_of(spec: LinearSpec, W: Tensor, hessian: KroneckerHessian, settings: Settings) -> LayerProblem:
+    """The problem of rounding ``W`` by the method of ``settings``, which may see less than the whole Hessian."""
+    if settings.method != "bakron":
+        hessian = KroneckerHessian(hessian.H_in, None, hessian.n_sequences, hessian.n_tokens)
+    return LayerProblem(
+        spec.name, W, hessian, settings.percdamp_in, settings.percdamp_out, settings.shrink_out
+    )
+
+
+def rounded(
+    spec: LinearSpec,
+    problem: LayerProblem,
+    original: Tensor,
+    settings: Settings,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+) -> tuple[SolvedLayer, Solution]:
+    """Solve ``problem`` on the grid of ``scheme`` that is fitted to ``original``.
+
+    Raises CertificateError when the codes are not those of the sweep's definition.
+    """
+    quantizer = settings.quantizer(scale_dtype, scheme)
+    grid = fitted(quantizer, original, lambda: problem.column_weights(settings.act_order))
+    device = original.device
+    kernel = None if settings.kernel == "reference" else get_kernel(settings.kernel, device)
+    solution = solve_problem(problem, grid, settings.act_order, kernel)
+    if not solution.certificate.worst <= CERTIFICATE_LIMIT:  # so that NaN fails too
+        raise CertificateError(
+            f"{spec.name}: the sweep's codes are not those of its own definition, worst excess "
+            f"{solution.certificate.worst:.3g} grid steps. This is a defect of kernel {settings.kernel!r}: "
+            "choose kernel torch and report it."
+        )
+    solution = refined(solution, settings.refine, get_panel_kernel(device))
+    layer = SolvedLayer(
+        spec,
+        scheme,
+        solution.codes.to(torch.int8).cpu(),
+        grid.scale.to(scale_dtype).cpu(),
+        grid.zero.to(torch.int32).cpu(),
+    )
+    return layer, solution

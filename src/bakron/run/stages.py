@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,7 @@ def collect(
     Raises the named errors of ``bakron.errors``.
     """
     work = Path(work)
-    job = Job(_absolute(model), Settings.load(recipe, **settings), work, progress or Silent())
+    job = Job(absolute(model), Settings.load(recipe, **settings), work, progress or Silent())
     plan = job.plan()
     if on_plan:
         on_plan(plan)
@@ -114,13 +113,13 @@ def _open(work: Path, progress: Progress | None, changes: dict[str, Any]) -> Job
 
 def _write(job: Job) -> None:
     job.work.mkdir(parents=True, exist_ok=True)
-    settings = dataclasses.asdict(job.settings)
+    settings = job.settings.as_dict()
     if job.settings.calibration is not None:
-        settings["calibration"] = _absolute(job.settings.calibration)
+        settings["calibration"] = absolute(job.settings.calibration)
     write_text(job.work / JOB, json.dumps({"model": job.model, "settings": settings}, indent=1) + "\n")
 
 
-def _absolute(name: str | Path) -> str:
+def absolute(name: str | Path) -> str:
     """An absolute path if ``name`` is one on this machine; else it is the name of something on a hub."""
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else str(name)
 

@@ -98,7 +98,7 @@ def _refuse_other(path: Path, facts: dict[str, Any], seen: dict[str, Any]) -> No
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` so that ``path`` holds the old or the new text, never a part."""
     temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -114,7 +114,7 @@ def model_fingerprint(path: Path) -> str:
 
 def remove_work(work: Path) -> None:
     """Drop all that runs write into ``work``, and the directory itself if nothing else is in it."""
-    for name in ("collected", "solved", "runs"):
+    for name in ("collected", "solved", "runs", "losses"):
         shutil.rmtree(work / name, ignore_errors=True)
     if not any(work.iterdir()):
         work.rmdir()

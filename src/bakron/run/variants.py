@@ -17,21 +17,38 @@ def make_variants(
     """Label → settings, for each of ``bits`` (none: the recipe's) and each method with its own changes.
 
     methods: texts ``METHOD`` or ``METHOD:setting=value:…``.  settings: for all; None values are ignored.  An estimator
-    given for all is not given to ``rtn``, which has none.  Raises ConfigError.
+    given for all is not given to ``rtn``, which has none.  The setting ``recipe`` is a recipe of the method's own, with its
+    own bits.  Raises ConfigError.
     """
     variants: dict[str, Settings] = {}
-    for b in bits or [None]:
+    for i, b in enumerate(bits or [None]):
         for text in methods:
             method, *changes = text.strip().split(":")
             own = {**settings, **dict(_change(change, text) for change in changes)}
+            own_recipe = own.pop("recipe", None)
+            if own_recipe and i:
+                continue  # made already: its bits are the recipe's
             if method == "rtn":
                 own["estimator"] = "identity"
-            chosen = Settings.load(recipe, **{**own, "method": method, "bits": b})
-            label = " ".join([method, f"{chosen.bits} bit", *changes])
+            given = None if own_recipe else b
+            chosen = Settings.load(own_recipe or recipe, **{**own, "method": method, "bits": given})
+            if given is not None and any(rule.bits for rule in chosen.layers):
+                raise ConfigError(
+                    f"compare: bits {given} is given, but [[layers]] of {recipe} say the bits of each layer. Give the "
+                    f"recipe to one method, {method}:recipe={recipe}, or leave bits out."
+                )
+            bit = "mixed" if any(rule.bits for rule in chosen.layers) else f"{chosen.bits} bit"
+            label = " ".join([method, bit, *(_label(change) for change in changes)])
             if label in variants:
                 raise ConfigError(f"compare: {label!r} is listed twice.")
             variants[label] = chosen
     return variants
+
+
+def _label(change: str) -> str:
+    """``change`` as it stands in a label, which also names a directory: of a recipe's path the name."""
+    name, _, value = change.partition("=")
+    return f"{name}={Path(value).name}" if name.strip() == "recipe" else change
 
 
 def _change(text: str, method: str) -> tuple[str, Any]:
