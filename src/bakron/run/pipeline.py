@@ -26,6 +26,7 @@ from bakron.exporters.writer import check_output, write_checkpoint
 from bakron.models import Decoder, check_views, load_decoder
 from bakron.run.collect import Need, collect
 from bakron.run.evaluation import Evaluation
+from bakron.run.factors import LAYOUT
 from bakron.run.plan import Plan, make_plan
 from bakron.run.progress import Progress, Silent, stage
 from bakron.run.settings import Settings
@@ -121,6 +122,7 @@ class Job:
             "dtype": str(self.decoder.dtype),
             "device": self.decoder.device.type,
             "version": version("bakron"),
+            "layout": LAYOUT,
         }
 
     @cached_property

@@ -21,6 +21,7 @@ from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.models import Decoder
 from bakron.quantizers import fitted
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
+from bakron.run.factors import unpacked
 from bakron.run.progress import Progress, stage
 from bakron.run.settings import Settings
 from bakron.run.store import Store
@@ -157,10 +158,11 @@ class _Statistics:
     owner: dict[str, str] = field(default_factory=dict)
 
     def load(
-        self, tensors: dict[str, Tensor], counts: Mapping[str, int], groups: Sequence[Sequence[str]]
+        self, tensors: Mapping[str, Tensor], counts: Mapping[str, Any], groups: Sequence[Sequence[str]]
     ) -> None:
         """Take over what was collected from the original model; an H_in may be stored once for a whole group."""
-        self.stored, self.counts = dict(tensors), counts
+        self.stored = unpacked(tensors)
+        self.counts = {key: counts[key] for key in ("n_sequences", "n_tokens")}
         for key, w in tensors.items():
             if key.endswith(".token_weights"):
                 typical = w[w > 0].median() if bool((w > 0).any()) else w.new_ones(())
