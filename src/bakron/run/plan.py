@@ -48,8 +48,9 @@ def make_plan(
     lengths: Sequence[int],
     need: Need,
     export: ExportPlan,
+    given: bool = False,
 ) -> Plan:
-    """The plan for ``targets`` and calibration sequences of ``lengths``."""
+    """The plan for ``targets`` and calibration sequences of ``lengths``; given: with factors from elsewhere."""
     tokens, longest = sum(lengths), max(lengths, default=0)
     itemsize = decoder.dtype.itemsize
     model = sum(parameter.numel() * parameter.element_size() for parameter in decoder.model.parameters())
@@ -62,6 +63,7 @@ def make_plan(
         between = sum(_packed(s.d_in) + _packed(s.d_out) for s in specs)
         sums += sum(8 * (s.d_in**2 + s.d_out**2) for s in specs)
     largest = max(4 * MATRICES_IN_SOLVE * s.d_out * s.d_in + 24 * (s.d_in**2 + s.d_out**2) for s in specs)
+    held = sum(4 * (s.d_in**2 + s.d_out**2) for s in specs)
     state = tokens * decoder.hidden_size * itemsize
     wide = sum(s.d_in + s.d_out for s in specs)
     activations = longest * wide * itemsize * 3 + min(longest, HEAD_CHUNK) * decoder.vocab_size * 4 * 5
@@ -71,7 +73,7 @@ def make_plan(
     codes = sum(s.d_out * s.d_in * 2 for specs in targets for s in specs)
     return Plan(
         model=model,
-        factors=sums + largest if tokens else largest,
+        factors=largest + (sums if tokens else 0) + (held if given else 0),
         boundaries=5 * state,
         activations=activations if tokens else 0,
         disk=boundaries + 3 * state + stored + between + codes,

@@ -21,7 +21,7 @@ from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.models import Decoder
 from bakron.quantizers import fitted
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
-from bakron.run.factors import unpacked
+from bakron.run.factors import Factors, unpacked
 from bakron.run.progress import Progress, stage
 from bakron.run.settings import Settings
 from bakron.run.store import Store
@@ -47,14 +47,14 @@ def solve_model(
     lengths: Sequence[int],
     settings: Settings,
     scale_dtype: torch.dtype,
-    collected: Store | None,
+    collected: Store | Factors | None,
     need: Need,
     store: Store,
     progress: Progress,
 ) -> None:
     """Fill ``store`` with the solved ``targets`` of every block; finished blocks are kept. Weights of ``decoder`` change.
 
-    collected: what ``collect`` made of ``need``, None when no data is used.  scale_dtype: of the scales in the checkpoint.
+    collected: what ``collect`` made of ``need``, or given factors; None when no data is used.  scale_dtype: of the scales in the checkpoint.
     """
     sequential = settings.sequential
     steps = len(lengths) if sequential else 1
@@ -66,14 +66,18 @@ def solve_model(
                 continue
             statistics = _Statistics()
             piece = factors(need, b)
-            if collected is not None and collected.has(piece):
+            if isinstance(collected, Factors):
+                statistics.load(*collected.of(targets[b]), decoder.groups[b])
+            elif collected is not None and collected.has(piece):
                 statistics.load(collected.load(piece), collected.metadata(piece), decoder.groups[b])
+            aims = {}
             if sequential:
-                assert collected is not None
+                assert isinstance(collected, Store)
                 if states is None:
                     source, piece = (collected, boundary(0)) if b == 0 else (store, _state(b))
                     states = load_states(source, piece, lengths, decoder)
-            aims = _states_to_reach(decoder, b, collected, lengths) if collected and settings.aim_used else {}
+                if settings.aim_used:
+                    aims = _states_to_reach(decoder, b, collected, lengths)
             layers, report = {}, []
             for part in _parts(decoder, b, targets[b]) if sequential else [targets[b]]:
                 if states is not None:
