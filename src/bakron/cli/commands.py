@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bakron.cli.console import guarded, listener, print_json, say, show_layers, show_plan, show_quality
+from bakron.cli.hessians import hessians
 from bakron.cli.options import SOLVE, HeldOut, Json, KeepWork, Overwrite, Quiet, Recipe, Work, with_settings
 
 app = typer.Typer(
@@ -18,6 +19,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Quantize language models after training, in the metric of two-sided, Kronecker-factored Hessians.",
 )
+
+app.add_typer(hessians)
 
 Model = Annotated[str, typer.Argument(help="Directory or hub name of the original model.", metavar="MODEL")]
 Out = Annotated[Path, typer.Argument(help="New directory for the checkpoint.", metavar="OUT")]

@@ -45,6 +45,8 @@ class Factors:
         self._shared: dict[str, str] = {}
         for file in self.files:
             self._read_header(file)
+        if not self._file:
+            raise ConfigError(f"{self.path}: its files hold no factor (docs/hessians.md).")
         names = {name: None for name, _ in self._file} | dict.fromkeys(self._shared)
         self.linears = list(names)
         for name, other in self._shared.items():
@@ -60,6 +62,10 @@ class Factors:
     def size(self, name: str, side: str) -> int | None:
         """n of this (n, n) factor, None when it is not there."""
         return self._size.get(self._owner(name, side))
+
+    def keys(self, file: Path) -> list[tuple[str, str]]:
+        """(linear, side) of every factor in ``file``."""
+        return [key for key, where in self._file.items() if where == file]
 
     def shares(self, name: str) -> str:
         """The linear whose H_in is that of ``name``: itself, or another with the same input."""
