@@ -21,11 +21,13 @@ from autograd_oracle import Observed, assert_near, load_whole, logits, observe, 
 from tiny_models import FAMILIES, TINY_VOCAB, tiny_decoder
 from torch import Tensor
 
+from bakron.data import fingerprint
 from bakron.errors import ConfigError, NonFiniteError
 from bakron.estimators import Iterated, estimator_names, get_estimator, uses_gradients
 from bakron.models import Decoder, load_decoder
 from bakron.run import collect as collecting
 from bakron.run.collect import Need, boundary, collect, factors
+from bakron.run.factors import unpacked
 from bakron.run.progress import Silent
 from bakron.run.store import Store
 
@@ -88,7 +90,7 @@ def collected(
     collect(case.decoder, sequences or case.sequences, need, opened, SEED, Silent())
     result: dict[str, Tensor] = {}
     for b in range(case.decoder.n_blocks):
-        result |= opened.load(factors(need, b))
+        result |= unpacked(opened.load(factors(need, b)))
     return result
 
 
@@ -187,10 +189,16 @@ def test_without_H_in_the_rest_is_the_same(llama: Case, tmp_path: Path, name: st
     assert all(torch.equal(value, with_it[key]) for key, value in without.items())
 
 
-def test_counts_of_sequences_and_tokens_are_stored(llama: Case, tmp_path: Path) -> None:
+def test_counts_and_origin_are_stored(llama: Case, tmp_path: Path) -> None:
     collected(llama, tmp_path, "kfac")
     need = Need("kfac", boundaries=True, H_in=True, gradients=True)
-    assert Store(tmp_path, {}).metadata(factors(need, 1)) == {"n_sequences": 3, "n_tokens": sum(LENGTHS)}
+    metadata = Store(tmp_path, {}).metadata(factors(need, 1))
+    assert metadata["n_sequences"] == 3 and metadata["n_tokens"] == sum(LENGTHS)
+    assert (metadata["estimator"], metadata["labels"], metadata["layout"]) == ("kfac", "model", 1)
+    assert metadata["data"] == [fingerprint([ids])[:16] for ids in llama.sequences]
+    first = first_of_group(llama.decoder)
+    block = [name for group in llama.decoder.groups[1] for name in group]
+    assert metadata["shared_H_in"] == {name: first[name] for name in block if first[name] != name}
 
 
 @pytest.mark.parametrize("name", ["shampoo", "token", "sequence"])

@@ -30,6 +30,7 @@ from bakron.estimators import get_estimator
 from bakron.estimators.attention_local import AttentionLocal
 from bakron.models import check_views, load_decoder
 from bakron.run.collect import Need, collect, factors
+from bakron.run.factors import unpacked
 from bakron.run.progress import Silent
 from bakron.run.store import Store
 
@@ -203,7 +204,7 @@ def collected(case: Case, store: Path, name: str, H_in: bool = True) -> dict[str
     need = Need(name, boundaries=False, H_in=H_in, gradients=False)
     opened = Store(store, {})
     collect(load_decoder(case.path), case.sequences, need, opened, 0, Silent())
-    return opened.load(factors(need, BLOCK))
+    return unpacked(opened.load(factors(need, BLOCK)))
 
 
 def expected_sums(case: Case, end: str, shampoo: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -52,6 +52,7 @@ from bakron.errors import (
 )
 from bakron.models import load_decoder
 from bakron.run.compare import compare
+from bakron.run.factors import unpacked
 from bakron.run.pipeline import Job, quantize
 from bakron.run.progress import Silent
 from bakron.run.settings import Settings
@@ -265,7 +266,7 @@ def test_local_factors_meet_inputs_of_the_quantized_prefix(
 ) -> None:
     """H_out as collected; H_in of x̂, weighted where the estimator has weights (v) and else not (q and k beside it)."""
     job = job_of(llama, tmp_path, text, estimator="attention_local", aim=0.0)
-    stored = load_file(tmp_path / "collected" / "factors" / "attention_local" / "0000.safetensors")
+    stored = unpacked(load_file(tmp_path / "collected/factors/attention_local/0000.safetensors"))
     assert not any(key.endswith(".H_in") for key in stored)
     seen = observed(
         load_whole(llama), job, [spec.name for spec in job.flat_targets]

@@ -62,12 +62,14 @@ def test_every_field_may_stand_in_a_recipe(recipe: Any) -> None:
         "skip": ["x"],
         "layers": [],
     }
+    del given["hessians"]  # which goes with static inputs only
     lines = [
         f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
         for key, value in given.items()
     ]
     loaded = Settings.load(recipe("\n".join(lines)))
-    assert dataclasses.asdict(loaded) == {**given, "skip": ("x",), "layers": ()}
+    assert dataclasses.asdict(loaded) == {**given, "skip": ("x",), "layers": (), "hessians": None}
+    assert Settings.load(recipe('hessians = "a"\ninputs = "static"')).hessians == "a"
 
 
 def test_without_anything_the_defaults_hold() -> None:
@@ -154,6 +156,19 @@ def test_rtn_with_an_estimator_is_a_contradiction() -> None:
     assert Settings(method="rtn", estimator="identity").needs_data is False
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "inputs must be static, seen sequential"),
+        ({"inputs": "static", "method": "rtn"}, "method rtn uses none"),
+        ({"inputs": "static", "estimator": "kfac"}, "estimator 'kfac' would collect others"),
+    ],
+)
+def test_given_hessians_with_other_sources_are_a_contradiction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Settings(hessians="factors", **options)
+
+
 def test_bad_recipes_are_named(tmp_path: Path, recipe: Any) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml.*no such file"):
         Settings.load(tmp_path / "absent.toml")
@@ -174,6 +189,7 @@ def test_bad_recipes_are_named(tmp_path: Path, recipe: Any) -> None:
         ({"estimator": "kfac"}, "kfac", True, True),
         ({"inputs": "static"}, "shampoo", False, True),
         ({"method": "gptq", "estimator": "identity"}, "identity", False, False),
+        ({"hessians": "factors", "inputs": "static"}, "identity", False, False),
     ],
 )
 def test_what_follows_from_the_method(

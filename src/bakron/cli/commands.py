@@ -17,6 +17,7 @@ from bakron.cli.console import (
     show_plan,
     show_quality,
 )
+from bakron.cli.hessians import hessians
 from bakron.cli.options import SOLVE, HeldOut, Json, KeepWork, Overwrite, Quiet, Recipe, Work, with_settings
 
 app = typer.Typer(
@@ -27,6 +28,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Quantize language models after training, in the metric of two-sided, Kronecker-factored Hessians.",
 )
+
+app.add_typer(hessians)
 
 Model = Annotated[str, typer.Argument(help="Directory or hub name of the original model.", metavar="MODEL")]
 Out = Annotated[Path, typer.Argument(help="New directory for the checkpoint.", metavar="OUT")]

@@ -31,6 +31,16 @@ QUALITY = {
     "solve_seconds": ("solve seconds", "{:.1f}"),
 }
 
+FACTOR = {
+    "size": ("size", "{}"),
+    "trace": ("trace", "{:.2e}"),
+    "effective_rank": ("rank", "{:.1f}"),
+    "peak": ("peak", "{:.1f}"),
+    "off_diagonal": ("off diagonal", "{:.1%}"),
+    "difference": ("differ", "{:.3f}"),
+    "cosine": ("cosine", "{:.3f}"),
+}
+
 
 class Bars:
     """Progress as a bar with the time left, for a terminal."""
@@ -216,6 +226,23 @@ def counts(values: Iterable[Any]) -> str:
     if len(seen) == 1:
         return str(next(iter(seen)))
     return ", ".join(f"{value} × {seen[value]}" for value in sorted(seen))
+
+
+def show_factors(rows: list[dict[str, Any]]) -> None:
+    """A table for each side of a directory of Hessian factors (``bakron.run.spectra``), on stdout."""
+    for side in ("H_in", "H_out"):
+        here = [row for row in rows if row[side]]
+        if not here:
+            continue
+        columns = [key for key in FACTOR if any(row[side].get(key) is not None for row in here)]
+        table = _table("linear", "sequences", "tokens", *(FACTOR[key][0] for key in columns))
+        for row in here:
+            cells = (
+                FACTOR[key][1].format(row[side][key]) if row[side][key] is not None else "" for key in columns
+            )
+            behind = (str(row[key] or "unknown") for key in ("n_sequences", "n_tokens"))
+            table.add_row(row["name"], *behind, *cells)
+        _print(side, table)
 
 
 def print_json(value: Any) -> None:

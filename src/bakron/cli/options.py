@@ -61,6 +61,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "sequential",
             "H_in from the already quantized prefix, or from the original model.",
         ),
+        "hessians": Option(
+            str,
+            "none",
+            "Directory of Hessian factors to solve with instead of collecting any; needs --inputs static.",
+        ),
         "aim": Option(
             float,
             "the method's",

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bakron.core.packed import pack
 from bakron.core.view import BlockView
+from bakron.data import fingerprint
 from bakron.errors import NonFiniteError
 from bakron.estimators import Estimator, Iterated, Local, get_estimator, number_of_passes
 from bakron.models import Decoder, Viewer
+from bakron.run.factors import LAYOUT, unpacked
 from bakron.run.progress import Progress, stage
 from bakron.run.store import Store
 
@@ -66,7 +70,7 @@ def boundary(b: int) -> str:
 
 
 def factors(need: Need, b: int) -> str:
-    """The piece that holds the factors of block b: ``<linear>.H_in`` if needed, ``.H_out``, ``.token_weights``."""
+    """The piece that holds the factors of block b, in the layout of docs/hessians.md; ``.H_in`` only if needed."""
     return f"factors/{need.source}{'+H_in' if need.H_in else ''}/{b:04d}"
 
 
@@ -155,7 +159,7 @@ def _forward(
                 check_finite(states[index], f"block {b}", index)
                 progress.advance()
             if sums and need:
-                store.save(_factors_after(need, 0, b), *sums.finish(len(sequences), sum(lengths)))
+                store.save(_factors_after(need, 0, b), *sums.finish(sequences))
             store.save(boundary(b + 1), {"h": torch.cat(states)})
 
 
@@ -241,7 +245,7 @@ def _backward(
                 progress.advance()
             if b:
                 store.save(_gradient(need, b), {"g": torch.cat(gradients)})
-            store.save(_factors_after(need, p, b), *sums.finish(len(sequences), sum(lengths)))
+            store.save(_factors_after(need, p, b), *sums.finish(sequences))
             _drop_pass(store, need, p - 1, b)
             if b + 1 < decoder.n_blocks or p == need.passes - 1:
                 store.remove(_gradient(need, b + 1))
@@ -251,7 +255,7 @@ def _backward(
 class _Sums:
     """Float64 sums of an estimator's terms over the sequences, for the linears of one block, in one pass.
 
-    done: how many passes there were before.  previous: the factors that they left.
+    done: how many passes there were before.  previous: the factors that they left.  source: what the factors are of.
     """
 
     decoder: Decoder
@@ -264,14 +268,17 @@ class _Sums:
     weights: dict[str, list[Tensor]] = field(default_factory=dict)
     of_linear: dict[str, Estimator] = field(default_factory=dict)
     viewer: Viewer | None = None
+    source: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, decoder: Decoder, need: Need, p: int, b: int, store: Store) -> _Sums:
         """Those of pass p of block b; every pass but the last needs H_in, if only for the next."""
-        previous = store.load(_factors_after(need, p - 1, b)) if p else {}
+        previous = unpacked(store.load(_factors_after(need, p - 1, b))) if p else {}
         previous = {key: value.to(decoder.device) for key, value in previous.items()}
         want_in = need.H_in or p < need.passes - 1
-        return cls(decoder, b, get_estimator(need.estimator), want_in, p, previous)
+        source = {key: store.facts[key] for key in ("model", "version") if key in store.facts}
+        source |= {"estimator": need.estimator, **({"labels": need.labels} if need.gradients else {})}
+        return cls(decoder, b, get_estimator(need.estimator), want_in, p, previous, source=source)
 
     def run(self, h: Tensor) -> Tensor:
         """Run the block on h (T, d), add one sequence's terms for all linears, and return the block's output (T, d)."""
@@ -302,13 +309,25 @@ class _Sums:
         if weights is not None:
             self.weights.setdefault(f"{name}.token_weights", []).append(weights)
 
-    def finish(self, n_sequences: int, n_tokens: int) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The means in float32, the token weights, and the counts; factors without a term in this pass stay as they are."""
-        count = n_tokens if self.estimator.per_token else n_sequences
+    def finish(self, sequences: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The means, packed, the token weights, and the metadata; factors without a term in this pass stay as they are.
+
+        To be called once: the sums are divided in place.
+        """
+        counts = {"n_sequences": len(sequences), "n_tokens": sum(map(len, sequences))}
+        count = counts["n_tokens" if self.estimator.per_token else "n_sequences"]
         tensors = {k: v for k, v in self.previous.items() if self.want_in or not k.endswith(".H_in")}
-        tensors |= {key: (total / count).to(torch.float32) for key, total in self.sums.items()}
+        tensors |= {key: total.div_(count) for key, total in self.sums.items()}
+        tensors = {k: pack(v) if k.endswith((".H_in", ".H_out")) else v for k, v in tensors.items()}
         tensors |= {key: torch.cat(parts) for key, parts in self.weights.items()}
-        return tensors, {"n_sequences": n_sequences, "n_tokens": n_tokens}
+        shared = {spec.name: self._first(spec.name) for spec in self.decoder.linears[self.b]}
+        shared = {
+            name: first
+            for name, first in shared.items()
+            if f"{name}.H_in" not in tensors and f"{first}.H_in" in tensors
+        }
+        data = [fingerprint([ids])[:16] for ids in sequences]
+        return tensors, {"layout": LAYOUT, **counts, **self.source, "data": data, "shared_H_in": shared}
 
     def _first(self, name: str) -> str:
         """The first of the linears that share ``name``'s input."""

@@ -26,6 +26,7 @@ from bakron.exporters.writer import check_output, write_checkpoint
 from bakron.models import Decoder, check_views, load_decoder
 from bakron.run.collect import Need, collect
 from bakron.run.evaluation import Evaluation
+from bakron.run.factors import LAYOUT, Factors
 from bakron.run.plan import Plan, make_plan
 from bakron.run.progress import Progress, Silent, stage
 from bakron.run.rules import bits_text, check_rules, scheme_of
@@ -78,6 +79,7 @@ class Job:
         self.exporter.check(self.by_scheme)
         self.export_plan: ExportPlan = plan_export(self.source, self.exporter, self._stored_schemes())
         self.sequences = self._sequences()
+        self.hessians = self._given_hessians()
 
     @property
     def source(self) -> Path:
@@ -136,6 +138,7 @@ class Job:
             "dtype": str(self.decoder.dtype),
             "device": self.decoder.device.type,
             "version": version("bakron"),
+            "layout": LAYOUT,
         }
 
     @cached_property
@@ -152,16 +155,24 @@ class Job:
             "format",
             "device",
             "dtype",
+            "hessians",
         ):  # in data_facts, or without influence on the codes
             del settings[name]
         facts = {**self.data_facts, **settings, "scale_dtype": str(self.export_plan.scale_dtype)}
         facts |= {"estimator": self.settings.estimator_name, "aim": self.settings.aim_used}
+        if self.hessians:
+            facts["hessians"] = self.hessians.sha256
         return Store(self.work / "solved", facts)
 
     def plan(self) -> Plan:
         """Memory, disk and time that the run will need."""
         return make_plan(
-            self.decoder, self.targets, [len(ids) for ids in self.sequences], self.need, self.export_plan
+            self.decoder,
+            self.targets,
+            [len(ids) for ids in self.sequences],
+            self.need,
+            self.export_plan,
+            given=self.hessians is not None,
         )
 
     def reload(self) -> None:
@@ -185,7 +196,7 @@ class Job:
             self.settings,
             self.schemes,
             self.export_plan.scale_dtype,
-            self.collected if with_data else None,
+            self.collected if with_data else self.hessians,
             self.need,
             self.solved,
             self.progress,
@@ -259,10 +270,34 @@ class Job:
             )
         return sequences
 
+    def _given_hessians(self) -> Factors | None:
+        """The factors that the settings name, read and found to fit the linears, if they name any."""
+        if self.settings.hessians is None:
+            return None
+        given = Factors(self.settings.hessians)
+        given.require(self.flat_targets, self.data_facts["model"])
+        given.check_values(self.progress)
+        one_sided = sum(not given.has(spec.name, "H_out") for spec in self.flat_targets)
+        if one_sided and self.settings.method == "bakron":
+            self.progress.note(
+                f"{one_sided} of {len(self.flat_targets)} linears have no H_out in {given.path}: they are rounded in "
+                "the one-sided metric of GPTQ."
+            )
+        return given
+
     def _facts(self, quality: dict[str, Any] | None) -> dict[str, Any]:
         """What the model card says."""
         settings = self.settings
         calibration = None
+        estimator = settings.estimator_name
+        if self.hessians:
+            estimator = self.hessians.fact("estimator") or "given"
+            counts = self.hessians.counts(self.flat_targets[0].name)
+            calibration = {
+                "source": f"Hessian factors {self.hessians.path.name}",
+                "n_sequences": counts["n_sequences"] or None,
+                "fingerprint": self.hessians.sha256,
+            }
         if settings.needs_data:
             calibration = {
                 "source": Path(settings.calibration or "").name,
@@ -274,7 +309,7 @@ class Job:
         return {
             "title": f"{self.source.name}, {bits_text(schemes)} bit",
             "base_model": self.source.name,
-            "method": f"{settings.method} ({settings.estimator_name} Hessians)",
+            "method": f"{settings.method} ({estimator} Hessians)",
             "format": settings.format,
             **self._scheme_facts(),
             "bits_per_weight": plan.bits_per_weight,
@@ -285,6 +320,7 @@ class Job:
             "settings": {
                 **settings.as_dict(),
                 "calibration": Path(settings.calibration or "").name or None,
+                "hessians": Path(settings.hessians or "").name or None,
             },
             "version": version("bakron"),
         }
@@ -353,7 +389,8 @@ def quantize(
     Raises the named errors of ``bakron.errors``, before work starts where it can be known.
     """
     out = Path(out)
-    chosen = Settings.load(recipe, **{**settings, "calibration": _as_text(settings.get("calibration"))})
+    paths = {name: _as_text(settings.get(name)) for name in ("calibration", "hessians")}
+    chosen = Settings.load(recipe, **{**settings, **paths})
     require_free_output(out, overwrite)
     work = Path(work) if work else out.with_name(out.name + ".work")
     job = Job(str(model), chosen, work, progress or Silent())

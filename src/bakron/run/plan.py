@@ -48,8 +48,9 @@ def make_plan(
     lengths: Sequence[int],
     need: Need,
     export: ExportPlan,
+    given: bool = False,
 ) -> Plan:
-    """The plan for ``targets`` and calibration sequences of ``lengths``."""
+    """The plan for ``targets`` and calibration sequences of ``lengths``; given: with factors from elsewhere."""
     tokens, longest = sum(lengths), max(lengths, default=0)
     itemsize = decoder.dtype.itemsize
     model = sum(parameter.numel() * parameter.element_size() for parameter in decoder.model.parameters())
@@ -59,19 +60,20 @@ def make_plan(
     sums = sum(8 * s.d_in**2 + 8 * s.d_out * s.d_in + 4 * (s.d_out**2 if need.H_out else 0) for s in specs)
     between = 0  # bytes of a block's factors that one pass hands to the next
     if need.passes > 1:
-        between = sum(4 * (s.d_in**2 + s.d_out**2) for s in specs)
-        sums += 2 * between
+        between = sum(_packed(s.d_in) + _packed(s.d_out) for s in specs)
+        sums += sum(8 * (s.d_in**2 + s.d_out**2) for s in specs)
     largest = max(4 * MATRICES_IN_SOLVE * s.d_out * s.d_in + 24 * (s.d_in**2 + s.d_out**2) for s in specs)
+    held = sum(4 * (s.d_in**2 + s.d_out**2) for s in specs)
     state = tokens * decoder.hidden_size * itemsize
     wide = sum(s.d_in + s.d_out for s in specs)
     activations = longest * wide * itemsize * 3 + min(longest, HEAD_CHUNK) * decoder.vocab_size * 4 * 5
-    stored = decoder.n_blocks * sum(4 * s.d_out**2 + 4 * tokens for s in specs) if need.H_out else 0
-    stored += decoder.n_blocks * sum(4 * s.d_in**2 for s in specs) if need.H_in or between else 0
+    stored = decoder.n_blocks * sum(_packed(s.d_out) + 4 * tokens for s in specs) if need.H_out else 0
+    stored += decoder.n_blocks * sum(_packed(s.d_in) for s in specs) if need.H_in or between else 0
     boundaries = state * (decoder.n_blocks + 1 if need.boundaries or need.factors else 1)
     codes = sum(s.d_out * s.d_in * 2 for specs in targets for s in specs)
     return Plan(
         model=model,
-        factors=sums + largest if tokens else largest,
+        factors=largest + (sums if tokens else 0) + (held if given else 0),
         boundaries=5 * state,
         activations=activations if tokens else 0,
         disk=boundaries + 3 * state + stored + between + codes,
@@ -82,6 +84,11 @@ def make_plan(
         n_tokens=tokens,
         seconds=_seconds(decoder, lengths, need) if tokens else None,
     )
+
+
+def _packed(n: int) -> int:
+    """Bytes of a packed factor (n, n) on disk."""
+    return 2 * n * (n + 1)
 
 
 def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need) -> float:

@@ -36,6 +36,7 @@ class Settings:
     labels: "model" draws those of the gradients from the model's own distribution (the true Fisher matrix), "data" takes
     the text's next tokens (the empirical one).
     inputs: "sequential" takes H_in from the already quantized prefix, "static" from the original model.
+    hessians: a directory of factors (docs/hessians.md) to solve with instead of collecting any; needs static inputs.
     aim: how far sequential layers that write to the hidden state move towards undoing its drift, 0 … 1; None is 1 for
     bakron and 0 for gptq.
     percdamp_aim: damping of that move, relative to each input's own size; more follows less of the noise.
@@ -54,6 +55,7 @@ class Settings:
     estimator: str | None = None
     labels: Literal["model", "data"] = "model"
     inputs: Literal["sequential", "static"] = "sequential"
+    hessians: str | None = None
     aim: float | None = None
     percdamp_aim: float = PERCDAMP_AIM
     percdamp_in: float = PERCDAMP_IN
@@ -112,10 +114,29 @@ class Settings:
             raise ConfigError(
                 f"estimator: method rtn uses no Hessian, but estimator {self.estimator!r} was given."
             )
+        if self.hessians is not None:
+            self._check_hessians()
+
+    def _check_hessians(self) -> None:
+        """Raise ConfigError for settings that contradict given factors."""
+        given = f"hessians: factors are given ({self.hessians})"
+        if self.method == "rtn":
+            raise ConfigError(f"{given}, and method rtn uses none. Choose bakron or gptq, or leave them out.")
+        if self.estimator is not None:
+            raise ConfigError(
+                f"{given}, and estimator {self.estimator!r} would collect others. Leave one of them out."
+            )
+        if self.inputs != "static":
+            raise ConfigError(
+                f"{given}, whose H_in knows nothing of a quantized prefix, so inputs must be static, seen "
+                f"{self.inputs}. Pass inputs static."
+            )
 
     @property
     def estimator_name(self) -> str:
-        """The estimator asked for, or the method's own."""
+        """The estimator to collect with: the one asked for, or the method's own; none (identity) with given factors."""
+        if self.hessians is not None:
+            return "identity"
         return self.estimator or _ESTIMATOR_OF[self.method]
 
     @property

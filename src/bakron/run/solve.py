@@ -21,6 +21,7 @@ from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.models import Decoder
 from bakron.quantizers import fitted
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
+from bakron.run.factors import Factors, unpacked
 from bakron.run.progress import Progress, stage
 from bakron.run.rules import bits_text
 from bakron.run.settings import Settings
@@ -48,14 +49,15 @@ def solve_model(
     settings: Settings,
     schemes: Mapping[str, Scheme],
     scale_dtype: torch.dtype,
-    collected: Store | None,
+    collected: Store | Factors | None,
     need: Need,
     store: Store,
     progress: Progress,
 ) -> None:
     """Fill ``store`` with the solved ``targets`` of every block; finished blocks are kept. Weights of ``decoder`` change.
 
-    schemes: of the targets, by name.  collected: what ``collect`` made of ``need``, None when no data is used.  scale_dtype: of the scales in the checkpoint.
+    schemes: of the targets, by name.  collected: what ``collect`` made of ``need``, or given factors; None when no data is
+    used.  scale_dtype: of the scales in the checkpoint.
     """
     sequential = settings.sequential
     steps = len(lengths) if sequential else 1
@@ -69,14 +71,18 @@ def solve_model(
                 continue
             statistics = Statistics()
             piece = factors(need, b)
-            if collected is not None and collected.has(piece):
+            if isinstance(collected, Factors):
+                statistics.load(*collected.of(targets[b]), decoder.groups[b])
+            elif collected is not None and collected.has(piece):
                 statistics.load(collected.load(piece), collected.metadata(piece), decoder.groups[b])
+            aims = {}
             if sequential:
-                assert collected is not None
+                assert isinstance(collected, Store)
                 if states is None:
                     source, piece = (collected, boundary(0)) if b == 0 else (store, _state(b))
                     states = load_states(source, piece, lengths, decoder)
-            aims = _states_to_reach(decoder, b, collected, lengths) if collected and settings.aim_used else {}
+                if settings.aim_used:
+                    aims = _states_to_reach(decoder, b, collected, lengths)
             layers, report = {}, []
             for part in _parts(decoder, b, targets[b]) if sequential else [targets[b]]:
                 if states is not None:
@@ -163,10 +169,11 @@ class Statistics:
     owner: dict[str, str] = field(default_factory=dict)
 
     def load(
-        self, tensors: dict[str, Tensor], counts: Mapping[str, int], groups: Sequence[Sequence[str]]
+        self, tensors: Mapping[str, Tensor], counts: Mapping[str, Any], groups: Sequence[Sequence[str]]
     ) -> None:
         """Take over what was collected from the original model; an H_in may be stored once for a whole group."""
-        self.stored, self.counts = dict(tensors), counts
+        self.stored = unpacked(tensors)
+        self.counts = {key: counts[key] for key in ("n_sequences", "n_tokens")}
         for key, w in tensors.items():
             if key.endswith(".token_weights"):
                 typical = w[w > 0].median() if bool((w > 0).any()) else w.new_ones(())

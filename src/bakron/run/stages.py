@@ -107,15 +107,19 @@ def _open(work: Path, progress: Progress | None, changes: dict[str, Any]) -> Job
         said = json.loads((work / JOB).read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"{work}: has no {JOB}. Make it first: bakron collect MODEL {work}") from error
-    settings = said["settings"] | {key: value for key, value in changes.items() if value is not None}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if "hessians" in changes:
+        changes = {"estimator": None, **changes}  # what was collected is not used
+    settings = said["settings"] | changes
     return Job(said["model"], Settings.load(**settings), work, progress or Silent())
 
 
 def _write(job: Job) -> None:
     job.work.mkdir(parents=True, exist_ok=True)
     settings = job.settings.as_dict()
-    if job.settings.calibration is not None:
-        settings["calibration"] = absolute(job.settings.calibration)
+    for name in ("calibration", "hessians"):
+        if settings[name] is not None:
+            settings[name] = absolute(settings[name])
     write_text(job.work / JOB, json.dumps({"model": job.model, "settings": settings}, indent=1) + "\n")
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Store:
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         """Open or create ``path``. Raises ResumeError, naming the fact, when it was made under other ``facts``."""
         self.path = path
-        facts = json.loads(json.dumps(facts))
+        self.facts = facts = json.loads(json.dumps(facts))
         manifest = path / "manifest.json"
         if manifest.exists():
             _refuse_other(path, facts, json.loads(manifest.read_text()))
@@ -42,19 +42,7 @@ class Store:
 
     def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, Any] | None = None) -> None:
         """Publish the piece ``name``; metadata values are stored as JSON."""
-        target = self.path / f"{name}.safetensors"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_suffix(".partial")
-        packed = {key: json.dumps(value, sort_keys=True) for key, value in (metadata or {}).items()}
-        contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        try:
-            save_file(contiguous, temporary, metadata=packed or None)
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
-            raise DiskSpaceError(
-                f"{target}: cannot be written ({error}). Free some space and run again: finished work is kept."
-            ) from error
-        os.replace(temporary, target)
+        write_tensors(self.path / f"{name}.safetensors", tensors, metadata or {})
 
     def load(self, name: str) -> dict[str, Tensor]:
         """The tensors of a finished piece. Raises ResumeError when the file is damaged."""
@@ -95,6 +83,22 @@ def _refuse_other(path: Path, facts: dict[str, Any], seen: dict[str, Any]) -> No
         )
 
 
+def write_tensors(target: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+    """Publish ``tensors``, and ``metadata`` with its values as JSON, in a file that appears whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_suffix(".partial")
+    packed = {key: json.dumps(value, sort_keys=True) for key, value in metadata.items()}
+    contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    try:
+        save_file(contiguous, temporary, metadata=packed or None)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise DiskSpaceError(
+            f"{target}: cannot be written ({error}). Free some space and run again: finished work is kept."
+        ) from error
+    os.replace(temporary, target)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` so that ``path`` holds the old or the new text, never a part."""
     temporary = path.with_name(path.name + ".partial")
@@ -104,8 +108,13 @@ def write_text(path: Path, text: str) -> None:
 
 def model_fingerprint(path: Path) -> str:
     """sha256 of the configuration and all weight files of a model directory."""
+    return files_sha256([path / "config.json", *path.glob("*.safetensors")])
+
+
+def files_sha256(files: Iterable[Path]) -> str:
+    """sha256 of the names and contents of ``files``, in the order of their paths."""
     digest = hashlib.sha256()
-    for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
+    for file in sorted(files):
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
