@@ -1,0 +1,67 @@
+"""llm-compressor's GPTQ and AWQ on a whole model, as its ``oneshot`` applies them.
+
+Options: ``recipe``, a list of "gptq" and "awq", where AWQ without GPTQ is followed by plain rounding; ``gptq`` and
+``awq``, settings of those modifiers; ``weights``, settings of its ``QuantizationArgs``; ``oneshot``, settings of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, forward_quantize
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from torch import Tensor
+from torch.utils.data import DataLoader
+from whole import Request, answer, bits_per_weight, changed, load_model, snapshot
+
+
+def quantize(request: Request) -> dict[str, Tensor]:
+    """The linears on their grids, and the norms that AWQ has scaled; scales as they are computed, in float32."""
+    model = load_model(request.model)
+    before = snapshot(model)
+    with request.measured():
+        oneshot(
+            model=model,
+            dataset=DataLoader(request.batches(), batch_size=None),
+            recipe=recipe(request),
+            shuffle_calibration_samples=False,
+            num_calibration_samples=len(request.batches()),
+            **request.options.get("oneshot", {}),
+        )
+    request.facts["bits_per_weight"] = bits_per_weight(
+        request.bits, request.group_size, 0 if request.symmetric else request.bits
+    )
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is not None:
+            module.weight.data = forward_quantize(module, module.weight.data, "weight", scheme.weights)
+    return changed(before, dict(model.named_parameters()))
+
+
+def recipe(request: Request) -> list[Any]:
+    """The modifiers asked for; the last one quantizes."""
+    options = request.options
+    arguments = QuantizationArgs(
+        num_bits=request.bits,
+        symmetric=request.symmetric,
+        strategy="group",
+        group_size=request.group_size,
+        **options.get("weights", {}),
+    )
+    quantizing: dict[str, Any] = {
+        "config_groups": {"all": QuantizationScheme(targets=["Linear"], weights=arguments)},
+        "ignore": ["lm_head"],
+    }
+    modifiers: list[Any] = []
+    if "awq" in options["recipe"]:
+        modifiers.append(AWQModifier(**options.get("awq", {})))
+    if "gptq" in options["recipe"]:
+        return [*modifiers, GPTQModifier(**quantizing, **options.get("gptq", {}))]
+    return [*modifiers, QuantizationModifier(**quantizing)]
+
+
+if __name__ == "__main__":
+    answer("llmcompressor", quantize)
