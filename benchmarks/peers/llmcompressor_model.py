@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, forward_quantize
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
 from torch import Tensor
 from torch.utils.data import DataLoader
-from whole import Request, answer, bits_per_weight, changed, load_model, snapshot
+from whole import Original, Request, answer, bits_per_weight, load_model
 
 
 def quantize(request: Request) -> dict[str, Tensor]:
     """The linears on their grids, and the norms that AWQ has scaled; scales as they are computed, in float32."""
     model = load_model(request.model)
-    before = snapshot(model)
+    original = Original(model)
+    if not torch.accelerator.is_available():
+        IntermediatesCache.pin_memory = lambda *_: None  # AWQ pins memory for copies to a GPU, or fails
     with request.measured():
         oneshot(
             model=model,
@@ -38,7 +42,7 @@ def quantize(request: Request) -> dict[str, Tensor]:
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is not None:
             module.weight.data = forward_quantize(module, module.weight.data, "weight", scheme.weights)
-    return changed(before, dict(model.named_parameters()))
+    return original.changes(model)
 
 
 def recipe(request: Request) -> list[Any]:

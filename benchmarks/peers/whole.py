@@ -66,7 +66,7 @@ def peak_rss() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def bits_per_weight(bits: int, group_size: int, zero_bits: int, scale_bits: int = 16) -> float:
+def bits_per_weight(bits: float, group_size: int, zero_bits: int, scale_bits: int = 16) -> float:
     """Bits of a code, with its share of the group's scale and zero point."""
     return bits + (scale_bits + zero_bits) / group_size
 
@@ -78,23 +78,25 @@ def load_model(path: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
 
 
-def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that are no longer what they were."""
-    return {name: after[name] for name in before if not torch.equal(before[name], after[name])}
+class Original:
+    """A model's parameters before it is quantized, and which of them are of linears inside its blocks."""
 
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+        self.linears = {
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and ".layers." in name
+        }
 
-def snapshot(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A copy of all its parameters by name."""
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def linear_names(model: torch.nn.Module) -> list[str]:
-    """The linears inside the decoder's blocks, which are all that is quantized."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and ".layers." in f".{name}"
-    ]
+    def changes(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """All these linears, and whatever else is not what it was, norms for instance."""
+        return {
+            name: value
+            for name, value in model.named_parameters()
+            if name in self.linears
+            or (name in self.parameters and not torch.equal(value, self.parameters[name]))
+        }
 
 
 def answer(package: str, quantize: Callable[[Request], dict[str, Tensor]]) -> None:
