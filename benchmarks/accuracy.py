@@ -97,7 +97,7 @@ class Draws:
             args = self.args
             sequences = load_sequences(
                 args.calibration,
-                self.original.tokenizer,
+                None if args.calibration.endswith(".safetensors") else self.original.tokenizer,
                 n_sequences=args.n_sequences,
                 sequence_length=args.sequence_length,
                 seed=draw,
