@@ -42,6 +42,7 @@ from solver import hardware, set_threads
 from torch import Tensor
 
 from bakron.data import fingerprint, load_sequences
+from bakron.errors import BakronError
 from bakron.evals.quality import Quality, Reference, evaluate_each
 from bakron.models import Decoder, load_decoder
 from bakron.run.evaluation import Evaluation
@@ -150,7 +151,8 @@ def quantize(python: str, peer: str, asked: dict[str, Any]) -> dict[str, Any]:
         question.write_text(text)
         threads = str(asked["threads"])
         limits = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        limits |= {"OMP_NUM_THREADS": threads, "GPTQMODEL_CPU_WORKERS": str(max(2, asked["threads"]))}
+        limits |= {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads}
+        limits["GPTQMODEL_CPU_WORKERS"] = str(max(2, asked["threads"]))  # it sizes its pools by it
         script = HERE / "peers" / f"{peer}_model.py"
         with (out / "log.txt").open("w") as log:
             command = [python, str(script), str(question)]
@@ -235,7 +237,7 @@ def measure(args: argparse.Namespace, pythons: dict[str, str]) -> list[dict[str,
         if missing and reason is None:
             try:
                 measured = one(args, pythons, row, setting, draw, ids, missing)
-            except Failed as error:
+            except (Failed, BakronError) as error:
                 print(f"{row} {setting} draw {draw} failed:\n{error}", file=sys.stderr, flush=True)
                 keys = {domain: key for domain, key in keys.items() if domain not in missing}
                 measured = {}
@@ -283,13 +285,16 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("calibration", help="text, as bakron's --calibration takes it")
     parser.add_argument("--heldout", action="append", required=True, metavar="DOMAIN=TEXT")
+    grids = [Setting(4, 64), Setting(3, 64), Setting(2, 32, symmetric=False)]
     parser.add_argument(
-        *("--settings", "-s"), type=Setting.parse, nargs="+", metavar="BITS:GROUP[:asym]",
-        default=[Setting(4, 64), Setting(3, 64), Setting(2, 32, symmetric=False)],
-    )  # fmt: skip
+        "--settings", type=Setting.parse, nargs="+", default=grids, metavar="BITS:GROUP[:asym]"
+    )
     parser.add_argument("--draws", type=int, nargs="+", default=[0])
     parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, help="default: bakron's, and those of the peers given"
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        help="default: bakron's and the given peers', without the slow ones",
     )
     parser.add_argument("--peer-python", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--baseline", default="bakron", choices=ROWS, help="what others' KL is divided by")
@@ -305,7 +310,7 @@ def main() -> None:
     pythons = {"bakron": sys.executable, **dict(item.split("=", 1) for item in args.peer_python)}
     if unknown := set(pythons) - {"bakron", *PEERS}:
         parser.error(f"--peer-python: {min(unknown)} is not one of {', '.join(PEERS)}")
-    args.rows = args.rows or [name for name, row in ROWS.items() if row.peer in pythons]
+    args.rows = args.rows or [name for name, row in ROWS.items() if row.peer in pythons and not row.slow]
     if lacking := [ROWS[name].peer for name in args.rows if ROWS[name].peer not in pythons]:
         parser.error(f"--peer-python {lacking[0]}=PATH is needed for its rows")
     set_threads(args.threads)

@@ -39,12 +39,13 @@ class Setting:
 class Row:
     """peer: whose script quantizes, ``peers/<peer>_model.py``.  options: what it is given.
 
-    has_data: whether calibration text makes a difference.
+    has_data: whether calibration text makes a difference.  slow: takes half a day on two cores, so only when named.
     """
 
     peer: str
     options: dict[str, Any] = field(default_factory=dict)
     has_data: bool = True
+    slow: bool = False
 
 
 _LEAST_ERROR = {
@@ -69,7 +70,8 @@ ROWS: dict[str, Row] = {
     ),
     "llmcompressor-awq-gptq": Row("llmcompressor", {"recipe": ["awq", "gptq"], "weights": _LEAST_ERROR}),
     "autoround": Row("autoround", {"iters": 200}),
-    "autoround-best": Row("autoround", {"iters": 1000}),
+    "autoround-light": Row("autoround", {"iters": 50, "lr": 5e-3}),
+    "autoround-best": Row("autoround", {"iters": 1000}, slow=True),
     "hqq": Row("hqq", {"axis": 1}, has_data=False),
     "hqq-columns": Row("hqq", {"axis": 0}, has_data=False),
 }

@@ -1,7 +1,8 @@
 """llm-compressor's GPTQ and AWQ on a whole model, as its ``oneshot`` applies them.
 
 Options: ``recipe``, a list of "gptq" and "awq", where AWQ without GPTQ is followed by plain rounding; ``gptq`` and
-``awq``, settings of those modifiers; ``weights``, settings of its ``QuantizationArgs``; ``oneshot``, settings of that.
+``awq``, settings of those modifiers; ``weights``, settings of its ``QuantizationArgs``; ``parts``, true to take inputs anew
+after each attention and MLP is quantized, and not only after each block, which is its default.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def quantize(request: Request) -> dict[str, Tensor]:
             recipe=recipe(request),
             shuffle_calibration_samples=False,
             num_calibration_samples=len(request.batches()),
-            **request.options.get("oneshot", {}),
+            sequential_targets=parts(model) if request.options.get("parts") else None,
         )
     request.facts["bits_per_weight"] = bits_per_weight(
         request.bits, request.group_size, 0 if request.symmetric else request.bits
@@ -43,6 +44,12 @@ def quantize(request: Request) -> dict[str, Tensor]:
         if scheme is not None:
             module.weight.data = forward_quantize(module, module.weight.data, "weight", scheme.weights)
     return original.changes(model)
+
+
+def parts(model: Any) -> list[str]:
+    """The classes of the modules inside blocks that hold linears, attention and MLP for instance."""
+    linears = [name for name in Original(model).linears if ".layers.0." in name]
+    return sorted({type(model.get_submodule(name.rsplit(".", 2)[0])).__name__ for name in linears})
 
 
 def recipe(request: Request) -> list[Any]:
