@@ -48,7 +48,7 @@ from bakron.models import Decoder, load_decoder
 from bakron.run.evaluation import Evaluation
 from bakron.run.store import model_fingerprint
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 
 
 class Failed(Exception):
@@ -125,7 +125,7 @@ def request(
             "collected": str(work / "collected"),
         }
     return {
-        "model": str(args.model),
+        "model": os.path.abspath(args.model),
         "ids": str(ids) if ROWS[row].has_data else None,
         "bits": setting.bits,
         "group_size": setting.group_size,
@@ -156,10 +156,11 @@ def quantize(python: str, peer: str, asked: dict[str, Any]) -> dict[str, Any]:
         script = HERE / "peers" / f"{peer}_model.py"
         with (out / "log.txt").open("w") as log:
             command = [python, str(script), str(question)]
-            environment = {**os.environ, **limits}
+            environment, folder = {**os.environ, **limits}, None
             if peer != "bakron":
                 environment.pop("PYTHONPATH", None)  # it is of this environment
-            code = subprocess.call(command, env=environment, stdout=log, stderr=log)
+                folder = out  # some leave logs where they are run
+            code = subprocess.call(command, cwd=folder, env=environment, stdout=log, stderr=log)
         if code or not facts.exists():
             lines = (out / "log.txt").read_text(errors="replace").splitlines()
             raise Failed(
@@ -307,7 +308,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/accuracy.jsonl"))
     parser.add_argument("--keep-weights", action="store_true", help="keep dense weights in --work/answers")
     args = parser.parse_args()
-    pythons = {"bakron": sys.executable, **dict(item.split("=", 1) for item in args.peer_python)}
+    given = (item.split("=", 1) for item in args.peer_python)
+    pythons = {"bakron": sys.executable, **{name: os.path.abspath(path) for name, path in given}}
+    args.work = args.work.resolve()
     if unknown := set(pythons) - {"bakron", *PEERS}:
         parser.error(f"--peer-python: {min(unknown)} is not one of {', '.join(PEERS)}")
     args.rows = args.rows or [name for name, row in ROWS.items() if row.peer in pythons and not row.slow]
