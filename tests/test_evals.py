@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bakron.errors import ConfigError, DataError, NonFiniteError, ShapeError
-from bakron.evals.quality import Quality, Reference, _p99, evaluate
+from bakron.evals.quality import Quality, Reference, _p99, evaluate, evaluate_each
 
 VOCABULARY, WIDTH = 50, 8
 
@@ -72,6 +72,14 @@ def test_equals_the_float64_oracle_for_every_chunk(sequences: list[Tensor], chun
     assert quality.top1 == expected.top1 not in (0, 1)
     for field in ("perplexity", "kl", "kl_p99"):
         assert getattr(quality, field) == pytest.approx(getattr(expected, field), rel=2e-5)
+
+
+def test_each_sequence_has_the_quality_that_it_has_alone(sequences: list[Tensor]) -> None:
+    original, model = Toy(), noisy(Toy())
+    together, each = evaluate_each(model, sequences, Reference(original, sequences), chunk=7)
+    assert together == evaluate(model, sequences, Reference(original, sequences), chunk=7)
+    assert each == [evaluate(model, [ids], Reference(original, [ids]), chunk=7) for ids in sequences]
+    assert evaluate_each(model, sequences)[1][0].kl is None
 
 
 def test_a_model_is_at_distance_zero_from_itself(sequences: list[Tensor]) -> None:

@@ -95,15 +95,28 @@ def evaluate(
     Raises DataError, ConfigError (a reference of other sequences), ShapeError (another vocabulary),
     NonFiniteError (logits; it names the sequence and the position).
     """
+    return evaluate_each(decoder, sequences, reference, chunk=chunk, progress=progress)[0]
+
+
+def evaluate_each(
+    decoder: DecoderLike,
+    sequences: Sequence[Tensor],
+    reference: Reference | None = None,
+    *,
+    chunk: int = 256,
+    progress: Progress | None = None,
+) -> tuple[Quality, list[Quality]]:
+    """What ``evaluate`` returns, and the same for each sequence by itself, of which intervals can be made."""
     _check_sequences(sequences)
     if chunk < 1:
         raise ConfigError(f"chunk: expected at least 1 position, seen {chunk}.")
     if reference is not None:
         reference.check(sequences)
-    losses: list[Tensor] = []
-    divergences: list[Tensor] = []
-    agreements: list[Tensor] = []
+    parts: list[_Tokens] = []
     for s, ids in enumerate(sequences):
+        losses: list[Tensor] = []
+        divergences: list[Tensor] = []
+        agreements: list[Tensor] = []
         with torch.no_grad():
             h = decoder.hidden(ids)
             for start in range(0, len(ids) - 1, chunk):
@@ -116,11 +129,21 @@ def evaluate(
                     original = _log_probabilities(reference.decoder, state, what, start).to(log_p.device)
                     divergences.append(_kl(original, log_p).cpu())
                     agreements.append((original.argmax(1) == log_p.argmax(1)).cpu())
+        parts.append((losses, divergences, agreements))
         if progress:
             progress(s + 1, len(sequences))
+    return _quality(parts), [_quality([part]) for part in parts]
+
+
+_Tokens = tuple[list[Tensor], list[Tensor], list[Tensor]]  # losses, and against a reference KL and agreement
+
+
+def _quality(parts: Sequence[_Tokens]) -> Quality:
+    """Over the tokens of all these sequences."""
+    losses, divergences, agreements = ([piece for part in parts for piece in part[i]] for i in range(3))
     loss = torch.cat(losses)
     perplexity = float(loss.mean().exp())
-    if reference is None:
+    if not divergences:
         return Quality(perplexity, None, None, None, len(loss))
     kl = torch.cat(divergences)
     top1 = float(torch.cat(agreements).double().mean())
