@@ -35,6 +35,7 @@ from bakron.errors import BakronError, ConfigError, FormatError, OutputExistsErr
 from bakron.estimators import Fisher, Iterated, estimator_names, get_estimator, number_of_passes
 from bakron.run.allocate import plan
 from bakron.run.collect import factors
+from bakron.run.factors import unpacked
 from bakron.run.pipeline import Job
 from bakron.run.recipe import recipe_text, rules_for
 from bakron.run.rules import scheme_of
@@ -136,7 +137,7 @@ def test_half_the_scaled_loss_is_the_kl_divergence_of_a_small_error(
     per_token = 1 if estimator.per_token else len(job.sequences) / sum(map(len, job.sequences))
     ratios = {}
     for b in range(2):
-        stored = job.collected.load(factors(job.need, b))
+        stored = unpacked(job.collected.load(factors(job.need, b)))
         for linear in (linear for linear in LINEARS if f".{b}." in linear):
             owner = linear if f"{linear}.H_in" in stored else linear.replace("up_proj", "gate_proj")
             H_in, H_out = stored[f"{owner}.H_in"], stored[f"{linear}.H_out"]
@@ -379,6 +380,7 @@ def test_losses_measured_otherwise_are_refused_by_name(home: Path, tmp_path: Pat
         ({"method": "rtn"}, ConfigError, "estimator: identity"),
         ({"estimator": "mlp_local_shampoo"}, ConfigError, "estimator: mlp_local_shampoo"),
         ({"labels": "data"}, ConfigError, "labels: .*choose model"),
+        ({"hessians": "h", "inputs": "static"}, ConfigError, "hessians: .*leave given ones out"),
         ({"layers": [{"pattern": "down", "bits": 3}]}, ConfigError, r"remove \[\[layers\]\]"),
         ({"calibration": "absent.txt"}, BakronError, "no such file"),
     ],

@@ -159,6 +159,10 @@ def _candidates(settings: Settings, bits: Sequence[int], group_sizes: Sequence[i
 
 def _require_nats(settings: Settings) -> None:
     """Raise ConfigError unless the losses of different layers will be in the same unit, nats."""
+    if settings.hessians is not None:
+        raise ConfigError(
+            "hessians: a plan measures its losses on factors that it collects; leave given ones out."
+        )
     if not isinstance(get_estimator(settings.estimator_name), Fisher):
         raise ConfigError(
             f"estimator: {settings.estimator_name} gives losses of another unit in each layer, which a plan cannot "
