@@ -43,7 +43,7 @@ def solve(
     >>> H_in = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
     >>> bakron_solution = solve(W, H_in, quantizer=Integer(bits=3, group_size=-1))
     >>> bakron_solution.codes.tolist()
-    [[3, -1], [2, 3]]
+    [[-4, 1], [2, 3]]
     """
     problem = LayerProblem(name, W, KroneckerHessian(H_in, H_out), percdamp_in, percdamp_out, shrink_out)
     grid = fitted(quantizer or Integer(), W, lambda: problem.column_weights(act_order))
