@@ -11,12 +11,28 @@ import resource
 import tempfile
 from pathlib import Path
 
+import bakron
+from bakron.core.refine import refined
+from bakron.kernels import get_panel_kernel
 from bakron.run.plan import Plan
 
 
-def _run(arguments: argparse.Namespace, out: str, answers: multiprocessing.Queue) -> None:
-    import bakron.run.pipeline  # noqa: F401 - torch, transformers and numba are not the run's own memory
+def _libraries(model: str) -> None:
+    """Load all code that a run uses, and compile what it compiles: that is not the run's own memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    import bakron.run.pipeline  # noqa: F401
+
+    AutoTokenizer.from_pretrained(model)
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    solution = bakron.solve(torch.randn(4, 4), torch.eye(4), torch.eye(4))
+    refined(solution, 1, get_panel_kernel(torch.device("cpu")))
+
+
+def _run(arguments: argparse.Namespace, out: str, answers: multiprocessing.Queue) -> None:
+    _libraries(arguments.model)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     plans: list[Plan] = []
     bakron.quantize(
