@@ -272,7 +272,7 @@ def peak_memory(method: str, folder: Path, threads: int) -> int:
 
 def _run_alone(method: str, folder: Path, threads: int, answers: multiprocessing.Queue) -> None:
     set_threads(threads)
-    METHODS[method](make_problem(64, 64))  # compiles; libraries take their buffers
+    METHODS[method](make_problem(1024, 1024))  # compiles; threads of libraries take their buffers
     problem = Problem.load(folder)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew; that of getrusage is inherited
     before = _peak_kilobytes()
