@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from bakron.api import PERCDAMP_IN, PERCDAMP_OUT
@@ -32,6 +33,7 @@ from bakron.core.refit import refit_scales
 from bakron.core.solution import LayerProblem, solve_problem
 from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.quantizers.integer import Integer
+from bakron.run.factors import unpacked
 
 CPU = torch.device("cpu")
 Row = tuple[float, ...]  # damped, undamped, held out, seconds
@@ -68,7 +70,7 @@ class Layer:
         self.add(f"{label}, 2 passes with H_out undamped", grid, moved, seconds + more)
         refitted, more = timed(lambda: refit_scales(self.W, grid, codes, self.H_in, self.H_out, 2))
         stored = refitted.to(torch.bfloat16).to(grid.scale)
-        grid = replace(grid, scale=torch.where(stored > 0, stored, grid.scale))
+        grid = replace(grid, scale=torch.where(stored * grid.scale > 0, stored, grid.scale))
         self.add(f"{label}, refit", grid, codes, seconds + more)
         moved, last = self.refined(grid, codes, 2, self.H_out)
         self.add(f"{label}, refit, 2 passes", grid, moved, seconds + more + last)
@@ -101,20 +103,16 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="+", default=[3])
     parser.add_argument("--group-size", type=int, default=64)
     args = parser.parse_args()
+    train, held_out = (unpacked(load_file(path)) for path in (args.factors, args.held_out))
     for bits in args.bits:
         layers: list[dict[str, Row]] = []
-        with (
-            safe_open(args.weights, "pt") as weights,
-            safe_open(args.factors, "pt") as train,
-            safe_open(args.held_out, "pt") as held_out,
-        ):
-            for key in train.keys():  # noqa: SIM118
+        with safe_open(args.weights, "pt") as weights:
+            for key in train:
                 if key.endswith(".H_in"):
                     name = key.removesuffix(".H_in")
                     W = weights.get_tensor(f"{name}.weight").float()
                     hessians = [
-                        KroneckerHessian(file.get_tensor(key), file.get_tensor(f"{name}.H_out"))
-                        for file in (train, held_out)
+                        KroneckerHessian(file[key], file[f"{name}.H_out"]) for file in (train, held_out)
                     ]
                     problem = LayerProblem(name, W, hessians[0], PERCDAMP_IN, PERCDAMP_OUT)
                     layer = Layer(problem, hessians[1], bits, args.group_size)
