@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bakron.core.grid import ScalarGrid
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
-from bakron.quantizers.integer import Integer, Scale
+from bakron.quantizers.integer import Integer
 
 properties = settings(deadline=None, derandomize=True, max_examples=60)
 seeds = st.integers(0, 2**32 - 1)
@@ -120,19 +120,12 @@ def test_the_search_never_loses_to_minmax(
 
 
 @properties
-@given(bits, group_sizes, st.sampled_from(["mse", "hessian"]), scale_dtypes, seeds, shapes, dtypes)
+@given(quantizers.filter(lambda q: q.symmetric and q.scale != "minmax"), seeds, shapes, dtypes)
 def test_a_symmetric_search_serves_both_signs_alike(
-    n_bits: int,
-    group_size: int,
-    scale: Scale,
-    scale_dtype: torch.dtype | None,
-    seed: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+    quantizer: Integer, seed: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Its grid has one level more on one side, on whichever each group needs it."""
     W = weights(seed, shape, dtype)
-    quantizer = Integer(n_bits, group_size, True, scale, scale_dtype)
     importance = torch.from_numpy(np.random.default_rng(seed).exponential(1, shape[1]))
     of_weight, of_negative = (errors(V, quantizer.fit(V, importance), importance) for V in (W, -W))
     assert torch.allclose(of_weight, of_negative, rtol=1e-5)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class BakronError(Exception):
     """Base class of all errors that bakron raises on purpose; the command line prints it without a traceback."""
@@ -57,3 +60,9 @@ class VerificationError(BakronError):
 
 class CertificateError(BakronError, ArithmeticError):
     """A kernel returned codes that are not those of the sweep's own definition."""
+
+
+def require_one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise ConfigError, naming the setting ``name``, unless its ``value`` is among the ``allowed`` ones."""
+    if value not in allowed:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, allowed))}.")

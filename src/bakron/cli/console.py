@@ -171,7 +171,7 @@ def show_layers(record: dict[str, Any]) -> None:
         table.add_row(
             kind,
             str(len(rows)),
-            *(counts(row[key] for row in rows) for key in mixed),
+            *(_counts(row[key] for row in rows) for key in mixed),
             f"{ratio:.4f}",
             f"{sum(row['clip_rate'] for row in rows) / len(rows):.2%}",
             f"{max(max(row['certificate']) for row in rows):.1e}",
@@ -193,7 +193,7 @@ def show_bits(record: dict[str, Any]) -> None:
         chosen = [_scheme(row, record["uniform"]) for row in rows]
         kl = sum(row["kl"][labels.index(label)] for row, label in zip(rows, chosen, strict=True))
         each = [sum(of) for of in zip(*(row["kl"] for row in rows), strict=True)]
-        table.add_row(kind, str(len(rows)), counts(chosen), *(f"{value:.4g}" for value in (kl, *each)))
+        table.add_row(kind, str(len(rows)), _counts(chosen), *(f"{value:.4g}" for value in (kl, *each)))
     _print("Bits where they matter", table)
     table = _table("", "bits per weight", "predicted KL, nats per token")
     for label, row in [*zip(labels, record["uniform"], strict=True), ("plan", record)]:
@@ -220,7 +220,7 @@ def show_quality(rows: list[dict[str, Any]]) -> None:
     _print("Quality on held-out text", table)
 
 
-def counts(values: Iterable[Any]) -> str:
+def _counts(values: Iterable[Any]) -> str:
     """Which values there are, and how often: ``3 × 10, 4 × 20``; one value by itself."""
     seen = Counter(values)
     if len(seen) == 1:

@@ -1,4 +1,4 @@
-"""What base quantizers share: column groups brought to one size exactly, and a search that keeps the best candidate."""
+"""What base quantizers share: column groups checked and brought to one size exactly, and a search that keeps the best candidate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
-from bakron.errors import NonFiniteError
+from bakron.errors import ConfigError, NonFiniteError
 
 Parameters = tuple[Tensor, ...]
 
@@ -89,9 +89,22 @@ def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
-def least_error(candidates: Iterator[Parameters], error: Callable[..., Tensor]) -> Parameters:
-    """For each line the first of the ``candidates`` (tensors (k, …)) with the least ``error(*candidate)`` (k,)."""
+def require_group_size(group_size: int) -> None:
+    """Raise ConfigError unless ``group_size`` is a number of columns, or −1 for the whole row."""
+    if group_size != -1 and group_size < 1:
+        raise ConfigError(f"group_size: {group_size} is neither positive nor -1 (the whole row).")
+
+
+def least_error(
+    candidates: Iterator[Parameters], error: Callable[..., Tensor], searched: bool = True
+) -> Parameters:
+    """For each line the first of the ``candidates`` (tensors (k, …)) with the least ``error(*candidate)`` (k,).
+
+    Unless ``searched``, and where there is no line, the first candidate.
+    """
     best = next(candidates)
+    if not searched or not best[0].numel():
+        return best
     least = error(*best)
     for candidate in candidates:
         found = error(*candidate)

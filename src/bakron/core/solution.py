@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from bakron.core.parallel import team as whole_team
 from bakron.core.reference import round_in_order
 from bakron.core.solver import Kernel, sweep
 from bakron.core.vector import VectorGrid, block_unit, round_runs_in_order, round_vectors
-from bakron.errors import ConfigError, NonFiniteError, ShapeError
+from bakron.errors import ConfigError, NonFiniteError, ShapeError, require_one_of
 
 ActOrder = Literal["none", "in", "out", "both"]
 
@@ -205,8 +205,7 @@ def solve_problem(
     The sweep runs in float64 if the weight is float64, else in float32; factorisation and certificate in float64.
     Raises ConfigError, ShapeError, NonFiniteError, NotPositiveDefiniteError.
     """
-    if act_order not in ("none", "in", "out", "both"):
-        raise ConfigError(f"act_order: {act_order!r} is not one of none, in, out, both.")
+    require_one_of("act_order", act_order, get_args(ActOrder))
     W = problem.weight.detach()
     W = W if W.dtype == torch.float64 else W.to(torch.float32)
     run = grid.run

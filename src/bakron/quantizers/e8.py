@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from bakron.core.groups import Groups, least_error, split
 from bakron.core.vector import RUN, VectorGrid, nearest_codes
-from bakron.errors import ConfigError, FormatError
+from bakron.errors import ConfigError, FormatError, require_one_of
 
 RADIUS = {1: 2, 2: 10}  # largest squared norms with at most 2^(8·bits) points: 241 and 56,881
 SHRINKS = 14  # scales tried by the search: this many fractions of the scale that covers
@@ -34,14 +35,12 @@ class E8:
     scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in RADIUS:
-            raise ConfigError(f"bits: {self.bits!r} is not one of 2, 1.")
+        require_one_of("bits", self.bits, (2, 1))
         if self.group_size != -1 and (self.group_size < 1 or self.group_size % RUN):
             raise ConfigError(
                 f"group_size: {self.group_size} is neither a multiple of {RUN} nor -1 (the whole row)."
             )
-        if self.scale not in ("absmax", "mse"):
-            raise ConfigError(f"scale: {self.scale!r} is not one of absmax, mse.")
+        require_one_of("scale", self.scale, ("absmax", "mse"))
 
     def fit(self, weight: Tensor) -> VectorGrid:
         """The grid for ``weight`` (m, n), in float64 if the weight is, else float32.
@@ -54,10 +53,7 @@ class E8:
             )
         groups = split(weight, self.group_size)
         candidates = self._candidates(groups)
-        searched = self.scale == "mse" and groups.values.numel()
-        (scale,) = (
-            least_error(candidates, lambda s: self._error(groups.values, s)) if searched else next(candidates)
-        )
+        (scale,) = least_error(candidates, partial(self._error, groups.values), self.scale == "mse")
         radius = RADIUS[self.bits]
         most = int((4 * radius) ** 0.5)
         grid = groups.grid(torch.arange(-most, most + 1).to(scale), scale)

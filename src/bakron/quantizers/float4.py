@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
 from bakron.core.groups import least_error, split
-from bakron.errors import ConfigError, FormatError
+from bakron.errors import FormatError, require_one_of
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1
 E4M3_MAX = 448.0
@@ -45,10 +45,8 @@ class Float4:
     scale: Literal["absmax", "mse"] = "mse"
 
     def __post_init__(self) -> None:
-        if self.block not in ("nv", "mx"):
-            raise ConfigError(f"block: {self.block!r} is not one of nv, mx.")
-        if self.scale not in ("absmax", "mse"):
-            raise ConfigError(f"scale: {self.scale!r} is not one of absmax, mse.")
+        require_one_of("block", self.block, ("nv", "mx"))
+        require_one_of("scale", self.scale, ("absmax", "mse"))
 
     def fit(self, weight: Tensor) -> Float4Grid:
         """The grid for ``weight`` (m, n), in float64 if the weight is, else float32.
@@ -70,8 +68,7 @@ class Float4:
             return groups.error(levels, scale.clamp(max=torch.finfo(scale.dtype).max))
 
         candidates = self._candidates(stored)
-        searched = self.scale == "mse" and groups.values.numel()
-        (index,) = least_error(candidates, error) if searched else next(candidates)
+        (index,) = least_error(candidates, error, self.scale == "mse")
         scale = stored.scale(index).to(levels.dtype).view(groups.shape)
         return Float4Grid(
             levels,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
-from bakron.core.groups import Groups, least_error, split
-from bakron.errors import ConfigError, NonFiniteError, ShapeError
+from bakron.core.groups import Groups, least_error, require_group_size, split
+from bakron.errors import ConfigError, NonFiniteError, ShapeError, require_one_of
 
 Scale = Literal["minmax", "mse", "hessian"]
 SHRINKS = 36  # scales tried by the search: this many fractions of the min-max scale
@@ -40,10 +40,8 @@ class Integer:
     def __post_init__(self) -> None:
         if not (isinstance(self.bits, int) and 2 <= self.bits <= 8):
             raise ConfigError(f"bits: {self.bits!r} is not a whole number from 2 to 8.")
-        if self.group_size != -1 and self.group_size < 1:
-            raise ConfigError(f"group_size: {self.group_size} is neither positive nor -1 (the whole row).")
-        if self.scale not in get_args(Scale):
-            raise ConfigError(f"scale: {self.scale!r} is not one of {', '.join(get_args(Scale))}.")
+        require_group_size(self.group_size)
+        require_one_of("scale", self.scale, get_args(Scale))
 
     def fit(self, weight: Tensor, column_weights: Tensor | None = None) -> ScalarGrid:
         """The grid for ``weight`` (m, n), in float64 if the weight is, else float32.
@@ -59,10 +57,8 @@ class Integer:
             importance = _importance(
                 column_weights.to(groups.values), weight.shape[1], groups.values.shape[1]
             )
-        if self.scale != "minmax" and groups.values.numel():
-            scale, zero = least_error(candidates, partial(self._error, groups.values, importance))
-        else:
-            scale, zero = next(candidates)
+        error = partial(self._error, groups.values, importance)
+        scale, zero = least_error(candidates, error, self.scale != "minmax")
         low = -(2 ** (self.bits - 1))
         levels = torch.arange(low, -low, dtype=scale.dtype, device=scale.device)
         return ScalarGrid(

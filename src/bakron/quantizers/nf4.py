@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
-from bakron.core.groups import Groups, least_error, split
-from bakron.errors import ConfigError
+from bakron.core.groups import Groups, least_error, require_group_size, split
+from bakron.errors import require_one_of
 
 FACTORS = torch.linspace(
     0.6, 1.4, 41
@@ -45,20 +46,15 @@ class NF4:
     scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.group_size != -1 and self.group_size < 1:
-            raise ConfigError(f"group_size: {self.group_size} is neither positive nor -1 (the whole row).")
-        if self.scale not in ("absmax", "mse"):
-            raise ConfigError(f"scale: {self.scale!r} is not one of absmax, mse.")
+        require_group_size(self.group_size)
+        require_one_of("scale", self.scale, ("absmax", "mse"))
 
     def fit(self, weight: Tensor) -> ScalarGrid:
         """The grid for ``weight`` (m, n), in float64 if the weight is, else float32. Raises NonFiniteError."""
         groups = split(weight, self.group_size)
         levels = nf4_levels().to(groups.values)
         candidates = self._candidates(groups)
-        if self.scale == "mse" and groups.values.numel():
-            (scale,) = least_error(candidates, lambda scale: groups.error(levels, scale))
-        else:
-            (scale,) = next(candidates)
+        (scale,) = least_error(candidates, partial(groups.error, levels), self.scale == "mse")
         return groups.grid(levels, scale)
 
     def _candidates(self, groups: Groups) -> Iterator[tuple[Tensor]]:

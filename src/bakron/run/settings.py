@@ -15,7 +15,7 @@ import torch
 from bakron.api import PERCDAMP_IN, PERCDAMP_OUT
 from bakron.core.layers import Scheme
 from bakron.core.solution import ActOrder
-from bakron.errors import ConfigError
+from bakron.errors import ConfigError, require_one_of
 from bakron.estimators import get_estimator
 from bakron.kernels import kernel_names
 from bakron.quantizers.integer import Integer, Scale
@@ -77,8 +77,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ConfigError(f"{field}: {getattr(self, field)!r} is not one of {', '.join(allowed)}.")
+            require_one_of(field, getattr(self, field), allowed)
         if self.refine < 0:
             raise ConfigError(
                 f"refine: {self.refine} is negative; 0 leaves the codes as the sweep found them."
@@ -107,9 +106,7 @@ class Settings:
             except ConfigError as error:
                 raise ConfigError(f"layers: the rule for {rule.pattern!r}: {error}") from error
         get_estimator(self.estimator_name)
-        if self.kernel not in ("auto", "reference", *kernel_names()):
-            known = ", ".join(["auto", "reference", *kernel_names()])
-            raise ConfigError(f"kernel: {self.kernel!r} is not one of {known}.")
+        require_one_of("kernel", self.kernel, ("auto", "reference", *kernel_names()))
         if self.method == "rtn" and self.estimator not in (None, "identity"):
             raise ConfigError(
                 f"estimator: method rtn uses no Hessian, but estimator {self.estimator!r} was given."

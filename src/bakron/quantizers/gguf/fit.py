@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bakron.core.groups import Groups, least_error, split
-from bakron.errors import ConfigError, FormatError
+from bakron.errors import FormatError, require_one_of
 from bakron.quantizers.gguf.kinds import KINDS, GgufGrid, Kind, grid_of
 
 SHRINKS = 5  # ends of a range tried by the search
@@ -45,10 +45,8 @@ class Gguf:
     scale: Literal["absmax", "mse"] = "mse"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"kind: {self.kind!r} is not one of {', '.join(KINDS)}.")
-        if self.scale not in ("absmax", "mse"):
-            raise ConfigError(f"scale: {self.scale!r} is not one of absmax, mse.")
+        require_one_of("kind", self.kind, tuple(KINDS))
+        require_one_of("scale", self.scale, ("absmax", "mse"))
 
     def fit(self, weight: Tensor) -> GgufGrid:
         """The grid for ``weight`` (m, n), in float64 if the weight is, else float32.
@@ -66,8 +64,7 @@ class Gguf:
         if groups.values.numel():
             search.check_range(self.kind)
         candidates = search.candidates()
-        searched = self.scale == "mse" and groups.values.numel()
-        best = Parts(*(least_error(candidates, search.error) if searched else next(candidates)))
+        best = Parts(*least_error(candidates, search.error, self.scale == "mse"))
         m, n = weight.shape
         halves = (
             groups.restored(x).view(m, n // kind.columns).to(torch.float16) for x in (best.d, best.dmin)
