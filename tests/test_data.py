@@ -79,7 +79,23 @@ def corpus(tmp_path: Path) -> Path:
 def test_text_file_is_one_document_with_one_bos(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("﻿" + words(1, 2, 3) + "\n\n" + words(4, 5, 6, 7))
-    assert first(path, WITH_BOS, 2, 4) == [[BOS, *ids(1, 2, 3)], ids(4, 5, 6, 7)]
+    assert first(path, WITH_BOS, 1, 8) == [[BOS, *ids(1, 2, 3, 4, 5, 6, 7)]]
+
+
+def test_a_window_inside_a_text_has_bos_in_place_of_its_first_token(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": words(*range(6))}, {"text": words(6, 7, 8, 9, 10)}])
+    windows = [[BOS, *ids(0, 1, 2)], [BOS, *ids(4, 5), BOS], [BOS, *ids(7, 8, 9)]]
+    assert first(path, WITH_BOS, 3, 4) == windows
+    assert first(path, WITHOUT_BOS, 3, 4) == [ids(0, 1, 2, 3), [*ids(4, 5), EOS, *ids(6)], ids(7, 8, 9, 10)]
+
+
+def test_windows_of_given_token_ids_and_of_chats_without_bos_are_left_as_they_are(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(bos=True, template=TEMPLATE.replace("{{ bos_token }}", ""))
+    save_file({"input_ids": torch.tensor([[BOS, *ids(*range(7))]])}, tmp_path / "ids.safetensors")
+    assert first(tmp_path / "ids.safetensors", tokenizer, 2, 4) == [[BOS, *ids(0, 1, 2)], ids(3, 4, 5, 6)]
+    chat = {"messages": [{"role": "user", "content": words(*range(6))}]}
+    path = write_jsonl(tmp_path / "chat.jsonl", [chat])
+    assert first(path, tokenizer, 2, 4) == [[43, *ids(0, 1, 2)], [*ids(3, 4, 5), EOS]]
 
 
 def test_pack_opens_every_document_with_the_tokenizers_bos_and_adds_no_eos(corpus: Path) -> None:

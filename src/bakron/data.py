@@ -84,7 +84,9 @@ def load_sequences(
     """``n_sequences`` tensors (T_i,) int64 on the CPU, T_i ≤ ``sequence_length``; none holds a pad.
 
     "pack": all documents one after the other, in their order, each with the special tokens that the tokenizer
-    itself puts (EOS after a text if it puts no BOS), cut into windows of exactly ``sequence_length``.
+    itself puts (EOS after a text if it puts no BOS), cut into windows of exactly ``sequence_length``.  A window that
+    starts inside a text that was opened with BOS has BOS in place of its first token: such models know no context
+    without, and behave quite differently there.
     "per-sample": one document one sequence, cut at ``sequence_length``; those of fewer than two tokens are
     passed over.
     seed: drawn without replacement by ``torch.Generator``; fewer sequences are a prefix of more.  None takes
@@ -321,16 +323,20 @@ def _order(n: int, seed: int | None) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
 
 
-def _stream(documents: Iterable[Document], encoder: _Encoder) -> Iterator[Tensor]:
-    """The ids of all documents, EOS following a text whose successor would otherwise be joined to it."""
+def _stream(documents: Iterable[Document], encoder: _Encoder) -> Iterator[tuple[Tensor, bool]]:
+    """The ids of all documents, EOS following a text whose successor would otherwise be joined to it.
+
+    With each part, whether it is a text that the tokenizer opened with BOS.
+    """
     open_end = False  # the last token was of a text that nothing closes
     for document in documents:
         ids = encoder.encode(document)
         if not len(ids):
             continue
         if open_end:
-            yield torch.tensor([encoder.eos])
-        yield ids
+            yield torch.tensor([encoder.eos]), False
+        is_text = not isinstance(document.content, Tensor)
+        yield ids, is_text and encoder.adds_bos and int(ids[0]) == encoder.bos
         open_end = encoder.separates and isinstance(document.content, str) and int(ids[-1]) != encoder.eos
 
 
@@ -338,9 +344,11 @@ def _pack(
     documents: Sequence[Document], encoder: _Encoder, n: int, length: int, seed: int | None
 ) -> list[Tensor]:
     parts: list[Tensor] = []
+    opened: list[bool] = []
     found, needed = 0, n * length
-    for ids in _stream(documents, encoder):
+    for ids, has_bos in _stream(documents, encoder):
         parts.append(ids)
+        opened.append(has_bos)
         found += len(ids)
         if seed is None and found >= needed:
             break  # the first windows are complete
@@ -350,6 +358,10 @@ def _pack(
             f"Give more text, or ask for fewer sequences (it has {found // length}) or shorter ones."
         )
     windows = torch.cat(parts)[: found // length * length].reshape(-1, length)
+    if any(opened):
+        ends = torch.tensor([len(ids) for ids in parts]).cumsum(0)
+        part = torch.searchsorted(ends, torch.arange(len(windows)) * length, right=True)
+        windows[torch.tensor(opened)[part], 0] = encoder.bos
     return [windows[i].clone() for i in _order(len(windows), seed)[:n].tolist()]
 
 
