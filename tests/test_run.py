@@ -51,6 +51,7 @@ from bakron.errors import (
     ShapeError,
 )
 from bakron.models import load_decoder
+from bakron.models.residual import GAIN_FLOOR
 from bakron.run.compare import compare
 from bakron.run.factors import unpacked
 from bakron.run.pipeline import Job, quantize
@@ -201,14 +202,18 @@ def total(terms: Iterator[Tensor]) -> Tensor:
     return torch.stack(list(terms)).sum(0)
 
 
-# of each family: the parts of a block whose inputs are taken at the same time, and the linears that write to the
-# hidden state as they are (Gemma 2 normalises their outputs first)
+# of each family: the parts of a block whose inputs are taken at the same time, the linears that write to the
+# hidden state, and the norms that their outputs pass first
 PARTS = {
     "llama": (("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")),
     "gpt2": (("attn.c_attn", "attn.c_proj"), ("mlp.c_fc", "mlp.c_proj")),
-    "gemma2": (("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),),
 }
-WRITERS = {"llama": ("o_proj", "down_proj"), "gpt2": ("attn.c_proj", "mlp.c_proj"), "gemma2": ()}
+PARTS["gemma2"] = PARTS["llama"]
+WRITERS = {"llama": ("o_proj", "down_proj"), "gpt2": ("attn.c_proj", "mlp.c_proj"), "gemma2": ("o_proj", "down_proj")}
+NORMS = {
+    "self_attn.o_proj": "post_attention_layernorm",
+    "mlp.down_proj": "post_feedforward_layernorm",
+}
 
 
 @pytest.mark.parametrize(
@@ -246,7 +251,11 @@ def test_a_sequential_problem_is_that_of_the_quantized_prefix(
                     ]
                     for model, of in ((original, before), (prefix, now))
                 )
-                cross = total((ws * (y - z)).T @ xs for xs, ws, y, z in zip(x, w, goal, reached, strict=True))
+                r = [
+                    change_of(prefix, name, seen[name].y, y - z)
+                    for seen, y, z in zip(now, goal, reached, strict=True)
+                ]
+                cross = total((ws * rs).T @ xs for xs, ws, rs in zip(x, w, r, strict=True))
                 damped = H + percdamp * H.diagonal().diag()
                 W = W + aim * torch.linalg.solve(damped, cross.T).T
             assert_near(problems[name].weight, W, 3e-4 if name.endswith(WRITERS[family]) else 1e-7)
@@ -300,10 +309,31 @@ def written(
     with torch.no_grad():
         h = model(ids[None], use_cache=False, output_hidden_states=True).hidden_states[b][0].double()
     for other in (other for other in seen if f".{b}." in other and other.endswith(writers)):
-        h = h + seen[other].y
+        h = h + normed(model, other, seen[other].y)
         if other == name:
             return h
     raise AssertionError(name)
+
+
+def normed(model: Any, name: str, y: Tensor) -> Tensor:
+    """What the output y of linear ``name`` adds to the hidden state."""
+    block = name.rsplit(".", 2)[0]
+    norms = dict(model.get_submodule(block).named_children())
+    if "post_feedforward_layernorm" not in norms:
+        return y
+    with torch.no_grad():
+        return norms[NORMS[name.removeprefix(f"{block}.")]](y.float()).double()
+
+
+def change_of(model: Any, name: str, y: Tensor, missed: Tensor) -> Tensor:
+    """The change of the output y of linear ``name`` that is to make up for ``missed`` in the hidden state."""
+    z = normed(model, name, y)
+    if z is y:
+        return missed
+    D = z / y
+    change = D * missed / (D**2 + (GAIN_FLOOR * D.abs().median(1, keepdim=True).values) ** 2)
+    u = y / y.norm(dim=1, keepdim=True)
+    return change - (change * u).sum(1, keepdim=True) * u
 
 
 def load_whole_weight(model: Any, job: Job, name: str) -> Tensor:

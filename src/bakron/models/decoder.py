@@ -18,6 +18,7 @@ from bakron.errors import DataError, ModelError, NonFiniteError, ShapeError
 from bakron.models.checkpoint import first_line, resolve_key
 from bakron.models.families import MAX_LENGTH_FIELDS
 from bakron.models.replay import BlockCall, CallCache, StopForward, stubbed
+from bakron.models.residual import Writer, find_writers
 from bakron.models.structure import LINEAR_TYPES, expert_count, find_blocks, find_linears, trace, weight_shape
 
 TRACE_LENGTH = 4
@@ -70,7 +71,7 @@ class Decoder:
             if isinstance(module, LINEAR_TYPES) and name not in self._by_name
         ]
         self._calls = CallCache(self._record_calls)
-        self._writers: dict[int, tuple[str, ...]] = {}
+        self._writers: dict[int, tuple[Writer, ...]] = {}
 
     def _spec(
         self, b: int, name: str, module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
@@ -173,27 +174,17 @@ class Decoder:
                 h_out = stopped.hidden.reshape(-1, stopped.hidden.shape[-1])
         return (h_out, xs, ys) if outputs else (h_out, xs)
 
-    def residual_writers(self, b: int) -> tuple[str, ...]:
-        """The linears of block b whose outputs are added to the hidden state as they are, in order of execution.
+    def writers(self, b: int) -> tuple[Writer, ...]:
+        """The linears of block b whose outputs are added to the hidden state, in order of execution.
 
-        Found by running the block: its output minus its input is exactly the sum of theirs. Empty where outputs are
-        normalised or scaled before they are added (Gemma 2 and 3).
+        Found by running the block: its output minus its input is exactly the sum of what they add. Empty where
+        something else is added.
         """
         if b not in self._writers:
             generator = torch.Generator().manual_seed(0)
             h = torch.randn(TRACE_LENGTH, self.hidden_size, generator=generator).to(self.device, self.dtype)
-            h_out, _, outputs = self.run_block_capturing(b, h, outputs=True)
-            added = (h_out - h).double().flatten()
-            names = [name for name, y in outputs.items() if y.shape == h.shape]
-            columns = torch.stack([outputs[name].double().flatten() for name in names], 1) if names else None
-            self._writers[b] = ()
-            if columns is not None:
-                share = torch.linalg.lstsq(columns.cpu(), added.cpu()[:, None]).solution[:, 0]
-                miss = float((columns.cpu() @ share.round() - added.cpu()).norm() / added.norm())
-                if miss < 32 * torch.finfo(self.dtype).eps * float(h.norm() / added.norm()) + 1e-6:
-                    self._writers[b] = tuple(
-                        n for n, s in zip(names, share.round().tolist(), strict=True) if s == 1
-                    )
+            run = lambda h: self.run_block(b, h)  # noqa: E731
+            self._writers[b] = find_writers(self.blocks[b], self._modules[b], run, h)
         return self._writers[b]
 
     def backward_block(

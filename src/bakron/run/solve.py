@@ -117,7 +117,7 @@ def _parts(decoder: Decoder, b: int, targets: Sequence[LinearSpec]) -> list[list
     The inputs of a part are taken once the parts before it are quantized.
     """
     parts: list[list[LinearSpec]] = [[]]
-    writers = decoder.residual_writers(b)
+    writers = [writer.name for writer in decoder.writers(b)]
     for spec in decoder.linears[b]:
         if spec in targets:
             parts[-1].append(spec)
@@ -133,16 +133,16 @@ def _states_to_reach(
 
     To be called while the block still has its original weights.
     """
-    *earlier, last = decoder.residual_writers(b) or (None,)
+    *earlier, last = decoder.writers(b) or (None,)
     if last is None:
         return {}
-    reached: dict[str, list[Tensor]] = {name: [] for name in earlier}
+    reached: dict[str, list[Tensor]] = {writer.name: [] for writer in earlier}
     for h in load_states(collected, boundary(b), lengths, decoder) if earlier else ():
-        outputs = decoder.run_block_capturing(b, h, outputs=True, until=earlier[-1])[2]
-        for name in earlier:
-            h = h + outputs[name]
-            reached[name].append(h)
-    return {**reached, last: load_states(collected, boundary(b + 1), lengths, decoder)}
+        outputs = decoder.run_block_capturing(b, h, outputs=True, until=earlier[-1].name)[2]
+        for writer in earlier:
+            h = h + writer.added(outputs[writer.name])
+            reached[writer.name].append(h)
+    return {**reached, last.name: load_states(collected, boundary(b + 1), lengths, decoder)}
 
 
 def load_solved(
@@ -193,7 +193,8 @@ class Statistics:
         """Sum Σ w x̂x̂ᵀ over the inputs x̂ that ``specs`` get when ``states`` (of the quantized prefix) enter block b.
 
         For those whose output is added to the hidden state, and for which ``aims`` has the state h to reach
-        thereby, also Σ w (h − ĥ) x̂ᵀ, ĥ being the state reached.
+        thereby, also Σ w r x̂ᵀ, r being the change of the output that would lead there from the state ĥ reached: h − ĥ,
+        but for norms in between.
         """
         lengths = [len(h) for h in states]
         self.counts = {"n_sequences": len(states), "n_tokens": sum(lengths)}
@@ -215,15 +216,16 @@ class Statistics:
                 if owner in weights:
                     x = x * weights[owner][index].sqrt()[:, None]
                 _accumulate(self.H_in, owner, gram(x))
-            for name in aims:
+            for writer in decoder.writers(b) if aims else ():
+                name = writer.name
                 if name not in outputs:
                     break
-                h = h + outputs[name]
+                h = h + writer.added(outputs[name])
                 if name in chosen:
-                    missed = (aims[name][index] - h).float()
+                    wanted = writer.wanted(outputs[name].float(), (aims[name][index] - h).float())
                     if name in weights:
-                        missed = missed * weights[name][index][:, None]
-                    _accumulate(self.cross, name, missed.T @ inputs[name].float())
+                        wanted = wanted * weights[name][index][:, None]
+                    _accumulate(self.cross, name, wanted.T @ inputs[name].float())
 
     def hessian(self, name: str) -> KroneckerHessian:
         """The factors to solve ``name`` with."""
