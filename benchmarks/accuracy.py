@@ -35,20 +35,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_rows import PEERS, ROWS, Setting, unsupported
+from accuracy_rows import PEERS, ROWS, Setting, row_of, unsupported
 from accuracy_table import table
 from safetensors.torch import load_file, save_file
 from solver import hardware, set_threads
 from torch import Tensor
 
 from bakron.data import fingerprint, load_sequences
-from bakron.errors import BakronError
+from bakron.errors import BakronError, ConfigError
 from bakron.evals.quality import Quality, Reference, evaluate_each
 from bakron.models import Decoder, load_decoder
 from bakron.run.evaluation import Evaluation
 from bakron.run.store import model_fingerprint
 
 HERE = Path(__file__).resolve().parent
+IN_NAMES = str.maketrans(":/", "-_")
 
 
 class Failed(Exception):
@@ -115,18 +116,18 @@ def request(
     args: argparse.Namespace, row: str, setting: Setting, draw: int, ids: Path, out: Path
 ) -> dict[str, Any]:
     """What the script of the row's library is asked for."""
-    options = ROWS[row].options
-    if ROWS[row].peer == "bakron":
+    options = row_of(row).options
+    if row_of(row).peer == "bakron":
         data = {"calibration": args.calibration, "n_sequences": args.n_sequences}
         work = args.work / f"draw{draw}"
         options = {
             "settings": {**options, **data, "sequence_length": args.sequence_length},
-            "work": str(work / "runs" / f"{row}-{setting}".replace(":", "-")),
+            "work": str(work / "runs" / f"{row}-{setting}".translate(IN_NAMES)),
             "collected": str(work / "collected"),
         }
     return {
         "model": os.path.abspath(args.model),
-        "ids": str(ids) if ROWS[row].has_data else None,
+        "ids": str(ids) if row_of(row).has_data else None,
         "bits": setting.bits,
         "group_size": setting.group_size,
         "symmetric": setting.symmetric,
@@ -214,7 +215,7 @@ def wanted(args: argparse.Namespace) -> Iterator[tuple[int, Setting, str]]:
     """(draw, setting, row) in the order of measurement; rows without data only once."""
     for position, draw in enumerate(args.draws):
         for setting in args.settings:
-            yield from ((draw, setting, row) for row in args.rows if position == 0 or ROWS[row].has_data)
+            yield from ((draw, setting, row) for row in args.rows if position == 0 or row_of(row).has_data)
 
 
 def measure(args: argparse.Namespace, pythons: dict[str, str]) -> list[dict[str, Any]]:
@@ -227,9 +228,9 @@ def measure(args: argparse.Namespace, pythons: dict[str, str]) -> list[dict[str,
     draws, model, done = Draws(args, original), model_fingerprint(Path(args.model))[:12], read(args.results)
     found: list[dict[str, Any]] = []
     for draw, setting, row in wanted(args):
-        has_data, reason = ROWS[row].has_data, unsupported(row, setting)
+        has_data, reason = row_of(row).has_data, unsupported(row, setting)
         ids, digest = draws.get(draw)
-        common = {"row": row, "options": ROWS[row].options, **vars(setting), "model": model}
+        common = {"row": row, "options": row_of(row).options, **vars(setting), "model": model}
         common |= {"draw": draw, "calibration": digest} if has_data else {"draw": None, "calibration": None}
         keys = {
             domain: {**common, "domain": domain.name, "heldout": domain.fingerprint} for domain in domains
@@ -261,8 +262,8 @@ def one(
     domains: list[Domain],
 ) -> dict[Domain, dict[str, Any]]:
     """Quantize, and judge on these domains."""
-    peer = ROWS[row].peer
-    out = args.work / "answers" / f"{row}-{setting}-draw{draw}".replace(":", "-")
+    peer = row_of(row).peer
+    out = args.work / "answers" / f"{row}-{setting}-draw{draw}".translate(IN_NAMES)
     print(f"{time.strftime('%H:%M:%S')}  {row} {setting} draw {draw}", file=sys.stderr, flush=True)
     facts = quantize(pythons[peer], peer, request(args, row, setting, draw, ids, out))
     if peer == "bakron":
@@ -294,11 +295,11 @@ def main() -> None:
     parser.add_argument(
         "--rows",
         nargs="+",
-        choices=ROWS,
-        help="default: bakron's and the given peers', without the slow ones",
+        help="default: bakron's and the given peers', without the slow ones; or bakron with other settings, as "
+        "compare takes them: bakron:refine=0:inputs=static",
     )
     parser.add_argument("--peer-python", action="append", default=[], metavar="NAME=PATH")
-    parser.add_argument("--baseline", default="bakron", choices=ROWS, help="what others' KL is divided by")
+    parser.add_argument("--baseline", default="bakron", help="the row that others' KL is divided by")
     parser.add_argument("--n-sequences", type=int, default=64)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--eval-n-sequences", type=int, default=24)
@@ -314,7 +315,11 @@ def main() -> None:
     if unknown := set(pythons) - {"bakron", *PEERS}:
         parser.error(f"--peer-python: {min(unknown)} is not one of {', '.join(PEERS)}")
     args.rows = args.rows or [name for name, row in ROWS.items() if row.peer in pythons and not row.slow]
-    if lacking := [ROWS[name].peer for name in args.rows if ROWS[name].peer not in pythons]:
+    try:
+        peers = [row_of(name).peer for name in args.rows]
+    except ConfigError as error:
+        parser.error(str(error))
+    if lacking := [peer for peer in peers if peer not in pythons]:
         parser.error(f"--peer-python {lacking[0]}=PATH is needed for its rows")
     set_threads(args.threads)
     print(table(measure(args, pythons), args.baseline))

@@ -11,6 +11,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from bakron.errors import ConfigError, require_one_of
+from bakron.run.variants import parse_variant
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -78,12 +81,28 @@ ROWS: dict[str, Row] = {
     "hqq": Row("hqq", {"axis": 1}, has_data=False),
     "hqq-columns": Row("hqq", {"axis": 0}, has_data=False),
 }
+
+
+def row_of(name: str) -> Row:
+    """The row of this name, or one of bakron with settings of its own: ``bakron:aim=0:refine=0``, as in ``compare``.
+
+    Raises ConfigError.
+    """
+    if name in ROWS:
+        return ROWS[name]
+    method, settings = parse_variant(name)
+    require_one_of("--rows", method, list(ROWS))
+    if ROWS[method].peer != "bakron":
+        raise ConfigError(f"--rows: {name}: only bakron's own methods take settings.")
+    return Row("bakron", {**ROWS[method].options, **settings}, ROWS[method].has_data)
+
+
 PEERS = ("gptqmodel", "llmcompressor", "autoround", "hqq")
 
 
 def unsupported(row: str, setting: Setting) -> str | None:
     """Why this row cannot be measured on this grid, or None."""
-    peer = ROWS[row].peer
+    peer = row_of(row).peer
     if peer == "hqq" and setting.symmetric:
         return "HQQ's grids always have a zero point for each group, a float"
     if peer == "hqq" and setting.bits not in (1, 2, 3, 4, 8):

@@ -18,14 +18,19 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
 
 import accuracy  # noqa: E402
-from accuracy_rows import PEERS, ROWS, Setting, unsupported  # noqa: E402
+from accuracy_rows import PEERS, ROWS, Setting, row_of, unsupported  # noqa: E402
 from accuracy_table import interval, table  # noqa: E402
+from controls import KINDS, write_control  # noqa: E402
 from whole import Original, bits_per_weight  # noqa: E402
 
+from bakron.core.packed import pack  # noqa: E402
+from bakron.errors import ConfigError  # noqa: E402
 from bakron.evals.quality import Quality, Reference, evaluate  # noqa: E402
 from bakron.models import load_decoder  # noqa: E402
 from bakron.run.compare import compare  # noqa: E402
+from bakron.run.factors import SIDES, Factors  # noqa: E402
 from bakron.run.settings import Settings  # noqa: E402
+from bakron.run.store import write_tensors  # noqa: E402
 
 WORDS = "the quick brown fox jumps over a lazy dog while wizards play "
 LENGTHS = {"n_sequences": 3, "sequence_length": 20}
@@ -174,6 +179,36 @@ def test_every_row_has_a_script_and_settings_are_parsed() -> None:
         with pytest.raises(ValueError, match="is not BITS:GROUP"):
             Setting.parse(text)
     assert bits_per_weight(2, 32, zero_bits=2) == 2 + 18 / 32
+
+
+def test_a_row_may_be_bakron_with_other_settings() -> None:
+    row = row_of("bakron:aim=0.5:inputs=static")
+    assert (row.peer, row.has_data) == ("bakron", True)
+    assert row.options == {"method": "bakron", "aim": 0.5, "inputs": "static"}
+    assert row_of("gptq") is ROWS["gptq"]
+    for wrong, reason in (
+        ("hqq:axis=0", "only bakron's own"),
+        ("gptaq", "not one of"),
+        ("gptq:aim", "expected"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            row_of(wrong)
+
+
+def test_negative_controls_have_the_wrong_H_out(tmp_path: Path) -> None:
+    H = {(b, side): torch.diag(torch.arange(1.0, 6) + 10 * b) for b in range(4) for side in SIDES}
+    for b in range(4):
+        tensors = {f"model.{b}.up.{side}": pack(H[b, side]) for side in SIDES}
+        write_tensors(tmp_path / "factors" / f"{b}.safetensors", tensors, {"n_sequences": 3})
+    for kind in KINDS:
+        write_control(tmp_path / "factors", tmp_path / kind, kind)
+    shuffled, other = (Factors(tmp_path / kind) for kind in ("shuffled", "other-block"))
+    for b in range(4):
+        assert all(torch.equal(f.load(f"model.{b}.up", "H_in"), H[b, "H_in"]) for f in (shuffled, other))
+        assert torch.equal(other.load(f"model.{b}.up", "H_out"), H[(b + 2) % 4, "H_out"])
+        moved = shuffled.load(f"model.{b}.up", "H_out")
+        assert not torch.equal(moved, H[b, "H_out"])
+        assert torch.equal(moved.diagonal().sort().values, H[b, "H_out"].diagonal())
 
 
 def made_up(row: str, draw: int | None, windows: list[float], **more: Any) -> dict[str, Any]:

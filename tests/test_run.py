@@ -209,7 +209,11 @@ PARTS = {
     "gpt2": (("attn.c_attn", "attn.c_proj"), ("mlp.c_fc", "mlp.c_proj")),
 }
 PARTS["gemma2"] = PARTS["llama"]
-WRITERS = {"llama": ("o_proj", "down_proj"), "gpt2": ("attn.c_proj", "mlp.c_proj"), "gemma2": ("o_proj", "down_proj")}
+WRITERS = {
+    "llama": ("o_proj", "down_proj"),
+    "gpt2": ("attn.c_proj", "mlp.c_proj"),
+    "gemma2": ("o_proj", "down_proj"),
+}
 NORMS = {
     "self_attn.o_proj": "post_attention_layernorm",
     "mlp.down_proj": "post_feedforward_layernorm",

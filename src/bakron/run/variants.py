@@ -23,8 +23,8 @@ def make_variants(
     variants: dict[str, Settings] = {}
     for i, b in enumerate(bits or [None]):
         for text in methods:
-            method, *changes = text.strip().split(":")
-            own = {**settings, **dict(_change(change, text) for change in changes)}
+            method, changed = parse_variant(text)
+            own = {**settings, **changed}
             own_recipe = own.pop("recipe", None)
             if own_recipe and i:
                 continue  # made already: its bits are the recipe's
@@ -38,11 +38,21 @@ def make_variants(
                     f"recipe to one method, {method}:recipe={recipe}, or leave bits out."
                 )
             bit = "mixed" if any(rule.bits for rule in chosen.layers) else f"{chosen.bits} bit"
-            label = " ".join([method, bit, *(_label(change) for change in changes)])
+            label = " ".join([method, bit, *(_label(change) for change in text.strip().split(":")[1:])])
             if label in variants:
                 raise ConfigError(f"compare: {label!r} is listed twice.")
             variants[label] = chosen
     return variants
+
+
+def parse_variant(text: str) -> tuple[str, dict[str, Any]]:
+    """The method and the settings of ``METHOD:setting=value:…``. Raises ConfigError.
+
+    >>> parse_variant("bakron:aim=0.5:inputs=static")
+    ('bakron', {'aim': 0.5, 'inputs': 'static'})
+    """
+    method, *changes = text.strip().split(":")
+    return method, dict(_change(change, text) for change in changes)
 
 
 def _label(change: str) -> str:
@@ -55,7 +65,7 @@ def _change(text: str, method: str) -> tuple[str, Any]:
     """``name=value`` as a setting, the value as TOML would read it, or else as text."""
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals or name in ("method", "bits"):
-        raise ConfigError(f"compare: {method!r}: expected METHOD:setting=value, seen {text!r}.")
+        raise ConfigError(f"{method!r}: expected METHOD:setting=value, seen {text!r}.")
     name = name.replace("-", "_")
     try:
         return name, tomllib.loads(f"value = {value}")["value"]
