@@ -507,6 +507,20 @@ def test_collections_of_different_kinds_are_not_merged(
     assert not list(tmp_path.iterdir())
 
 
+def test_other_numbers_of_labels_are_not_merged_and_the_same_number_is_kept(
+    home: Path, tmp_path: Path
+) -> None:
+    drawn = {"estimator": "shampoo", "labels": "model"}
+    one, two, other = (
+        collection(home, part, **drawn, **more)
+        for part, more in (("first", {"label_samples": 2}), ("second", {"label_samples": 2}), ("second", {}))
+    )
+    with pytest.raises(ConfigError, match="label_samples is 2 in .* and None in .*same label_samples"):
+        merge_hessians(tmp_path / "merged", [one, other])
+    assert merge_hessians(tmp_path / "merged", [one, two])["label_samples"] == 2
+    assert metadata_of(tmp_path / "merged" / "0000.safetensors")["label_samples"] == 2
+
+
 def test_the_same_data_is_not_merged_twice(home: Path, tmp_path: Path) -> None:
     for part, message in (("first", "3 of 3"), ("all", "3 of 5")):
         directories = [collection(home, one, estimator="kfac") for one in ("first", part)]

@@ -1213,17 +1213,25 @@ def test_every_stage_counts_to_its_end(llama: Path, text: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("inputs", ["sequential", "static"])
 @pytest.mark.parametrize(
-    ("method", "estimator"),
+    ("method", "estimator", "label_samples"),
     [
-        ("bakron", None),
-        ("bakron", "token"),
-        ("bakron", "attention_local_shampoo"),
-        ("gptq", None),
-        ("rtn", None),
+        ("bakron", None, 1),
+        ("bakron", None, 5),
+        ("bakron", "token", 1),
+        ("bakron", "token", 5),
+        ("bakron", "attention_local_shampoo", 1),
+        ("gptq", None, 1),
+        ("rtn", None, 1),
     ],
 )
 def test_the_work_directory_stays_within_the_plan(
-    llama: Path, text: Path, tmp_path: Path, method: str, estimator: str | None, inputs: str
+    llama: Path,
+    text: Path,
+    tmp_path: Path,
+    method: str,
+    estimator: str | None,
+    label_samples: int,
+    inputs: str,
 ) -> None:
     plans: list[Any] = []
     largest = 0
@@ -1235,7 +1243,7 @@ def test_the_work_directory_stays_within_the_plan(
 
     quantize(
         llama, tmp_path / "out", calibration=text, progress=Listener(measure), on_plan=plans.append, method=method,
-        estimator=estimator, inputs=inputs, **BASE,
+        estimator=estimator, label_samples=label_samples, inputs=inputs, **BASE,
     )  # fmt: skip
     (plan,) = plans
     assert 0 < largest <= plan.disk

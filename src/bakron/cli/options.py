@@ -56,6 +56,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "model",
             "Labels of the gradients: drawn from the model's own distribution, or the text's next tokens.",
         ),
+        "label_samples": Option(
+            int,
+            "1",
+            "Labels drawn for each token, each with a backward pass of its own; less noise for more time.",
+        ),
         "inputs": Option(
             Literal["sequential", "static"],
             "sequential",

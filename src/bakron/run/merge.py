@@ -18,7 +18,8 @@ from bakron.run.factors import COUNTS, LAYOUT, SIDES, Factors
 from bakron.run.progress import Progress, Silent, stage
 from bakron.run.store import require_space, write_tensors
 
-SAME = ("model", "estimator", "labels")
+SAME = ("model", "estimator", "labels", "label_samples")
+MAY_LACK = ("labels", "label_samples")  # without gradients there are none, and one sample is not written
 
 
 def merge_hessians(
@@ -31,8 +32,8 @@ def merge_hessians(
     Token weights are left out: they belong to the states of the very sequences of one collection.
     ``out`` appears whole or not at all.
 
-    Raises ConfigError (other model, estimator or labels, the same data twice, factors that cannot be added up),
-    ShapeError, OutputExistsError, DiskSpaceError.
+    Raises ConfigError (other model, estimator, labels or number of labels, the same data twice, factors that cannot be
+    added up), ShapeError, OutputExistsError, DiskSpaceError.
     """
     out, progress = Path(out), progress or Silent()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -86,7 +87,7 @@ def _common_facts(collections: Sequence[Factors]) -> dict[str, Any]:
     first = collections[0]
     for key in SAME:
         said = [of.fact(key) for of in collections]
-        if key != "labels" and None in said:
+        if key not in MAY_LACK and None in said:
             of = collections[said.index(None)]
             raise ConfigError(
                 f"{of.path}: its metadata has no {key}, which must be known to merge. Add it (docs/hessians.md)."

@@ -123,6 +123,7 @@ class Job:
             H_in=self.settings.needs_data and not sequential,
             gradients=gradients,
             labels=self.settings.labels,
+            label_samples=self.settings.label_samples if gradients else 1,
         )
 
     @cached_property

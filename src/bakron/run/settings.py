@@ -35,6 +35,7 @@ class Settings:
     estimator: where the Hessians come from; None is the method's own (shampoo, gram, identity).
     labels: "model" draws those of the gradients from the model's own distribution (the true Fisher matrix), "data" takes
     the text's next tokens (the empirical one).
+    label_samples: labels drawn for each token, each with a backward pass of its own; only with labels "model".
     inputs: "sequential" takes H_in from the already quantized prefix, "static" from the original model.
     hessians: a directory of factors (docs/hessians.md) to solve with instead of collecting any; needs static inputs.
     aim: how far sequential layers that write to the hidden state move towards undoing its drift, 0 … 1; None is 1 for
@@ -54,6 +55,7 @@ class Settings:
     method: Method = "bakron"
     estimator: str | None = None
     labels: Literal["model", "data"] = "model"
+    label_samples: int = 1
     inputs: Literal["sequential", "static"] = "sequential"
     hessians: str | None = None
     aim: float | None = None
@@ -82,9 +84,14 @@ class Settings:
             raise ConfigError(
                 f"refine: {self.refine} is negative; 0 leaves the codes as the sweep found them."
             )
-        for field in ("n_sequences", "sequence_length"):
+        for field in ("n_sequences", "sequence_length", "label_samples"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}: {getattr(self, field)} must be at least 1.")
+        if self.label_samples > 1 and self.labels != "model":
+            raise ConfigError(
+                f"label_samples: {self.label_samples} would be drawn, and labels {self.labels} has none to draw. "
+                "Choose labels model, or leave label_samples at 1."
+            )
         if self.aim is not None and not 0 <= self.aim <= 1:
             raise ConfigError(
                 f"aim: {self.aim} is not between 0 (the layer's own weight) and 1 (the original hidden states)."
