@@ -166,6 +166,42 @@ def test_sequence_is_its_iteration_on_the_gradients_of_whole_sequences(case: Cas
     assert len(stored) == 3 * len(case.names)
 
 
+@pytest.mark.parametrize("estimator", ["shampoo", "kfac", "token"])
+@pytest.mark.parametrize("label_samples", [1, 2])
+def test_the_squares_of_H_out_are_those_of_the_terms_of_sequences(
+    llama: Case, tmp_path: Path, estimator: str, label_samples: int
+) -> None:
+    stored = collected(llama, tmp_path, estimator, label_samples=label_samples)
+    need = Need(estimator, True, True, True, label_samples=label_samples)
+    whole, names = llama.whole, llama.names
+    samples = [
+        [observe(whole, ids, names, sampled_labels(whole, ids, SEED, i, k)) for k in range(label_samples)]
+        for i, ids in enumerate(llama.sequences)
+    ]
+    for b, specs in enumerate(llama.decoder.linears):
+        squares = Store(tmp_path, {}).metadata(factors(need, b))["squares_out"]
+        assert set(squares) == {spec.name for spec in specs}
+        for name in squares:
+            x = torch.cat([of[0][name].x for of in samples])
+            metric = over_square(x.T @ x / len(x))
+            terms = [
+                sum(H_out_term(estimator, seen[name], metric) for seen in of) / label_samples
+                for of in samples
+            ]
+            count = len(terms) if estimator == "shampoo" else sum(LENGTHS)
+            assert_near(stored[f"{name}.H_out"], sum(terms) / count)
+            assert squares[name] == pytest.approx(
+                sum(float((h**2).sum()) for h in terms) / count**2, rel=1e-3
+            )
+
+
+def H_out_term(estimator: str, seen: Observed, metric: Tensor) -> Tensor:
+    if estimator == "shampoo":
+        return seen.G @ seen.G.T
+    weights = ((seen.x @ metric) * seen.x).sum(1) if estimator == "token" else torch.ones(len(seen.x))
+    return (seen.g * weights[:, None]).T @ seen.g
+
+
 def first_of_group(decoder: Decoder) -> dict[str, str]:
     """Linear → the first linear of the block that reads the very same tensor."""
     return {name: group[0] for block in decoder.groups for group in block for name in group}

@@ -157,6 +157,13 @@ def test_rtn_with_an_estimator_is_a_contradiction() -> None:
     assert Settings(method="rtn", estimator="identity").needs_data is False
 
 
+def test_damping_of_H_out_alone_may_be_chosen_for_each_linear(recipe: Any) -> None:
+    assert Settings.load(recipe('percdamp_out = "auto"')).percdamp_out == "auto"
+    for key, value in (("percdamp_in", "auto"), ("percdamp_out", "automatic"), ("shrink_out", "auto")):
+        with pytest.raises(ConfigError, match=f"{key}: '{value}' is a str"):
+            Settings.load(**{key: value})
+
+
 def test_the_text_has_one_label_for_each_token() -> None:
     with pytest.raises(
         ConfigError, match=r"label_samples: 2 .* labels data has none to draw.*Choose labels model"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakron.core.noise import Squares
 from bakron.core.packed import pack
 from bakron.core.view import BlockView
 from bakron.data import fingerprint
@@ -274,7 +275,7 @@ class _Sums:
     """Float64 sums of an estimator's terms over the sequences, for the linears of one block, in one pass.
 
     done: how many passes there were before.  previous: the factors that they left.  samples: how many times each sequence
-    is added, one after the other.  source: what the factors are of.
+    is added, one after the other.  source: what the factors are of, and what earlier passes say of their H_out.
     """
 
     decoder: Decoder
@@ -285,6 +286,7 @@ class _Sums:
     previous: dict[str, Tensor] = field(default_factory=dict)
     samples: int = 1
     sums: dict[str, Tensor] = field(default_factory=dict)
+    squares: dict[str, Squares] = field(default_factory=dict)
     weights: dict[str, list[Tensor]] = field(default_factory=dict)
     of_linear: dict[str, Estimator] = field(default_factory=dict)
     viewer: Viewer | None = None
@@ -293,12 +295,15 @@ class _Sums:
     @classmethod
     def of(cls, decoder: Decoder, need: Need, p: int, b: int, store: Store, samples: int = 1) -> _Sums:
         """Those of pass p of block b; every pass but the last needs H_in, if only for the next."""
-        previous = unpacked(store.load(_factors_after(need, p - 1, b))) if p else {}
-        previous = {key: value.to(decoder.device) for key, value in previous.items()}
+        piece = _factors_after(need, p - 1, b)
+        previous = (
+            {key: value.to(decoder.device) for key, value in unpacked(store.load(piece)).items()} if p else {}
+        )
         want_in = need.H_in or p < need.passes - 1
         source = {key: store.facts[key] for key in ("model", "version") if key in store.facts}
         source |= {"estimator": need.estimator, **({"labels": need.labels} if need.gradients else {})}
         source |= {"label_samples": need.label_samples} if need.gradients and need.label_samples > 1 else {}
+        source |= {"squares_out": store.metadata(piece).get("squares_out", {})} if p else {}
         return cls(decoder, b, get_estimator(need.estimator), want_in, p, previous, samples, source=source)
 
     def run(self, h: Tensor) -> Tensor:
@@ -326,6 +331,8 @@ class _Sums:
             if key not in self.sums:
                 self.sums[key] = torch.zeros_like(term, dtype=torch.float64)
             self.sums[key] += term
+        if term_out is not None:
+            self.squares.setdefault(name, Squares(self.samples)).add(term_out)
         weights = estimator.token_weights(g)
         if weights is not None:
             self.weights.setdefault(f"{name}.token_weights", []).append(weights)
@@ -347,8 +354,11 @@ class _Sums:
             for name, first in shared.items()
             if f"{name}.H_in" not in tensors and f"{first}.H_in" in tensors
         }
-        data = [fingerprint([ids])[:16] for ids in sequences]
-        return tensors, {"layout": LAYOUT, **counts, **self.source, "data": data, "shared_H_in": shared}
+        facts = {"layout": LAYOUT, **counts, **self.source, "shared_H_in": shared}
+        facts["data"] = [fingerprint([ids])[:16] for ids in sequences]
+        if self.squares:
+            facts["squares_out"] = {name: float(of.total) / count**2 for name, of in self.squares.items()}
+        return tensors, facts
 
     def _first(self, name: str) -> str:
         """The first of the linears that share ``name``'s input."""

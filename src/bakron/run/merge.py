@@ -58,6 +58,7 @@ def merge_hessians(
             data = [fingerprint for metadata in of_file for fingerprint in metadata["data"]]
             shared = {k: v for metadata in of_file for k, v in metadata.get("shared_H_in", {}).items()}
             metadata = {"layout": LAYOUT, **counts, **facts, "data": data, "shared_H_in": shared}
+            metadata |= _squares(of_file, shares)
             write_tensors(partial / name, _means(collections, name, shares), metadata)
             progress.advance()
     if out.exists():
@@ -79,6 +80,17 @@ def _means(collections: Sequence[Factors], name: str, shares: Sequence[float]) -
         assert total is not None
         sums[f"{linear}.{side}"] = pack(total)
     return sums
+
+
+def _squares(of_file: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Σ share² · squares_out of every linear, the sum of its terms' squares over all data; nothing if a file lacks them."""
+    if any("squares_out" not in metadata for metadata in of_file):
+        return {}
+    summed: dict[str, float] = {}
+    for metadata, share in zip(of_file, shares, strict=True):
+        for name, value in metadata["squares_out"].items():
+            summed[name] = summed.get(name, 0.0) + share**2 * value
+    return {"squares_out": summed}
 
 
 def _common_facts(collections: Sequence[Factors]) -> dict[str, Any]:
