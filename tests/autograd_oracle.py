@@ -31,13 +31,13 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return model(ids[None], use_cache=False).logits[0]
 
 
-def sampled_labels(model: Any, ids: Tensor, seed: int, index: int) -> Tensor:
+def sampled_labels(model: Any, ids: Tensor, seed: int, index: int, sample: int = 0) -> Tensor:
     """Labels (T,) of calibration sequence ``index``: a uniform number a token, through the inverse of the cumulative
-    distribution of the model's own prediction."""
+    distribution of the model's own prediction. Numbers of further samples follow in the same stream."""
     with torch.no_grad():
         p = logits(model, ids).softmax(-1).double()
     generator = torch.Generator().manual_seed(1_000_003 * seed + index)
-    u = torch.rand(len(ids), 1, generator=generator, dtype=torch.float64)
+    u = torch.rand(sample + 1, len(ids), 1, generator=generator, dtype=torch.float64)[-1]
     return (p.cumsum(-1) <= u * p.sum(-1, keepdim=True)).sum(-1)
 
 

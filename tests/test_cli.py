@@ -166,6 +166,8 @@ def test_options_are_the_fields_of_settings_with_their_types_and_defaults() -> N
         assert option.default == shown, name
         for value in get_args(option.type) if option.type != list[str] else []:
             Settings(**{name: value})  # every choice offered is one
+        if option.parser:
+            assert Settings.load(**{name: option.parser(option.default)}) == Settings()
         if default not in (None, ()):
             assert option.type is type(default) or default in get_args(option.type), name
 

@@ -2,7 +2,8 @@
 
 1. gram, kfac and shampoo factors and token weights equal explicit sums over sequences and tokens, taken by plain
    autograd over the entire transformers model with the same labels; token and sequence equal their iteration on those.
-2. Labels are drawn from the model's own distribution, or are the text's next tokens; head chunks do not matter.
+2. Labels are drawn from the model's own distribution, or are the text's next tokens; head chunks do not matter. Several
+   labels for each token are further independent draws, over which factors and token weights are means.
 3. kfac and shampoo equal the dense Fisher matrix where a Kronecker product can; shampoo's are always its partial traces;
    token and sequence approach the Kronecker product that is nearest to it.
 
@@ -82,10 +83,11 @@ def collected(
     H_in: bool = True,
     sequences: list[Tensor] | None = None,
     labels: str = "model",
+    label_samples: int = 1,
 ) -> dict[str, Tensor]:
     """All factors that ``collect`` stores, of all blocks."""
     gradients = uses_gradients(get_estimator(name))
-    need = Need(name, boundaries=True, H_in=H_in, gradients=gradients, labels=labels)
+    need = Need(name, True, H_in, gradients, labels, label_samples)
     opened = Store(store, {})
     collect(case.decoder, sequences or case.sequences, need, opened, SEED, Silent())
     result: dict[str, Tensor] = {}
@@ -162,6 +164,42 @@ def test_sequence_is_its_iteration_on_the_gradients_of_whole_sequences(case: Cas
         )
         assert_near(stored[f"{name}.token_weights"], weights)
     assert len(stored) == 3 * len(case.names)
+
+
+@pytest.mark.parametrize("estimator", ["shampoo", "kfac", "token"])
+@pytest.mark.parametrize("label_samples", [1, 2])
+def test_the_squares_of_H_out_are_those_of_the_terms_of_sequences(
+    llama: Case, tmp_path: Path, estimator: str, label_samples: int
+) -> None:
+    stored = collected(llama, tmp_path, estimator, label_samples=label_samples)
+    need = Need(estimator, True, True, True, label_samples=label_samples)
+    whole, names = llama.whole, llama.names
+    samples = [
+        [observe(whole, ids, names, sampled_labels(whole, ids, SEED, i, k)) for k in range(label_samples)]
+        for i, ids in enumerate(llama.sequences)
+    ]
+    for b, specs in enumerate(llama.decoder.linears):
+        squares = Store(tmp_path, {}).metadata(factors(need, b))["squares_out"]
+        assert set(squares) == {spec.name for spec in specs}
+        for name in squares:
+            x = torch.cat([of[0][name].x for of in samples])
+            metric = over_square(x.T @ x / len(x))
+            terms = [
+                sum(H_out_term(estimator, seen[name], metric) for seen in of) / label_samples
+                for of in samples
+            ]
+            count = len(terms) if estimator == "shampoo" else sum(LENGTHS)
+            assert_near(stored[f"{name}.H_out"], sum(terms) / count)
+            assert squares[name] == pytest.approx(
+                sum(float((h**2).sum()) for h in terms) / count**2, rel=1e-3
+            )
+
+
+def H_out_term(estimator: str, seen: Observed, metric: Tensor) -> Tensor:
+    if estimator == "shampoo":
+        return seen.G @ seen.G.T
+    weights = ((seen.x @ metric) * seen.x).sum(1) if estimator == "token" else torch.ones(len(seen.x))
+    return (seen.g * weights[:, None]).T @ seen.g
 
 
 def first_of_group(decoder: Decoder) -> dict[str, str]:
@@ -292,6 +330,47 @@ def test_labels_of_the_text_are_its_next_tokens(
         assert_near(stored[f"{name}.H_out"], sum(s[name].G @ s[name].G.T for s in seen) / len(seen))
     drawn = collected(llama, tmp_path, "shampoo")  # in the same store
     assert all(not torch.equal(value, drawn[key]) for key, value in stored.items())
+
+
+def test_several_labels_are_successive_draws_and_factors_their_means(llama: Case, tmp_path: Path) -> None:
+    whole, names = llama.whole, llama.names
+    stored = {name: collected(llama, tmp_path, name, label_samples=3) for name in ("shampoo", "kfac")}
+    samples = [
+        [observe(whole, ids, names, sampled_labels(whole, ids, SEED, index, k)) for k in range(3)]
+        for index, ids in enumerate(llama.sequences)
+    ]
+    first = first_of_group(llama.decoder)
+    for name in names:
+        G = [seen[name].G for of in samples for seen in of]
+        assert_near(stored["shampoo"][f"{name}.H_in"], sum(g.T @ g for g in G) / len(G))
+        assert_near(stored["shampoo"][f"{name}.H_out"], sum(g @ g.T for g in G) / len(G))
+        g = torch.cat([seen[name].g for of in samples for seen in of])
+        x = torch.cat([of[0][name].x for of in samples])
+        assert_near(stored["kfac"][f"{name}.H_out"], g.T @ g / len(g))
+        assert_near(stored["kfac"][f"{first[name]}.H_in"], x.T @ x / len(x))
+        weights = [torch.stack([(seen[name].g ** 2).sum(1) for seen in of]).mean(0) for of in samples]
+        assert_near(stored["shampoo"][f"{name}.token_weights"], torch.cat(weights))
+    need = Need("shampoo", True, True, True, label_samples=3)
+    metadata = Store(tmp_path, {}).metadata(factors(need, 1))
+    assert (metadata["label_samples"], metadata["n_sequences"], metadata["n_tokens"]) == (3, 3, sum(LENGTHS))
+
+
+def test_a_pass_without_gradients_has_no_samples(llama: Case, tmp_path: Path) -> None:
+    """The first pass of ``token`` sees each input once, so that H_in of three samples begins as that of one does."""
+    stored = collected(llama, tmp_path, "token", label_samples=2)
+    for name in llama.names:
+        x = torch.cat([seen[name].x for seen in llama.seen])
+        other = [
+            observe(llama.whole, ids, [name], sampled_labels(llama.whole, ids, SEED, index, 1))[name].g
+            for index, ids in enumerate(llama.sequences)
+        ]
+        H_in = x.T @ x / len(x)
+        weights = ((x @ over_square(H_in)) * x).sum(1)
+        H_out = sum(
+            (g * weights[:, None]).T @ g / len(x) / 2
+            for g in (torch.cat([seen[name].g for seen in llama.seen]), torch.cat(other))
+        )
+        assert_near(stored[f"{name}.H_out"], H_out)
 
 
 # 3. The Fisher matrix

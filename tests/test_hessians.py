@@ -31,6 +31,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from bakron.cli import app
+from bakron.core.noise import relative_error
 from bakron.core.packed import pack, unpack
 from bakron.core.spectrum import agreement, largest_eigenvalue, spread
 from bakron.errors import (
@@ -194,6 +195,20 @@ def test_a_solve_with_given_factors_is_that_of_their_collection(
     assert record["calibration"]["fingerprint"] == Factors(given).sha256
 
 
+def test_damping_is_chosen_for_given_factors_whose_error_is_known(home: Path, tmp_path: Path) -> None:
+    directory = collection(home, estimator="shampoo")
+    options = {**GRID, "inputs": "static", "percdamp_out": "auto"}
+    record = quantize(home / "llama", tmp_path / "known", hessians=directory, **options)
+    rows = {row["name"]: row["H_out"]["error"] for row in show_hessians(directory)}
+    assert {row["name"]: row["error_out"] for row in record["layers"]} == rows
+    assert all(0 < error < 1 for error in rows.values())
+    unknown = foreign(directory, tmp_path / "unknown")
+    assert all(row["H_out"]["error"] is None for row in show_hessians(unknown))
+    with pytest.raises(ConfigError, match="percdamp_out auto needs n_sequences and squares_out"):
+        quantize(home / "llama", tmp_path / "out", hessians=unknown, **options)
+    assert not (tmp_path / "out.work").exists()
+
+
 def test_without_H_out_it_is_gptq(home: Path, tmp_path: Path) -> None:
     """For all linears, or for those alone that have none; the user is told how many."""
     collected = collection(home, estimator="kfac")
@@ -288,6 +303,7 @@ def replaced(key: str, value: Any) -> Any:
         (None, {"layout": "2"}, ConfigError, "expected layout 1, seen 2"),
         (None, {"model": '"0123"'}, ConfigError, "fingerprint 0123"),
         (None, {"shared_H_in": '{"a": "b"}'}, ConfigError, "a has the H_in of b, which is not there"),
+        (None, {"squares_out": '{"a": -1}'}, ConfigError, "squares_out: expected a JSON object of numbers"),
         (None, {"shared_H_in": "[1]"}, ConfigError, "shared_H_in: expected a JSON object"),
     ],
 )  # fmt: skip
@@ -348,7 +364,14 @@ def test_shown_numbers_are_those_of_dense_eigenvalues(home: Path) -> None:
                 "effective_rank": pytest.approx(float(values.sum()) ** 2 / square, rel=1e-9),
                 "peak": pytest.approx(float(values[-1] / values.mean()), rel=1e-9),
                 "off_diagonal": pytest.approx(1 - float(dense.diagonal().square().sum()) / square, abs=1e-9),
-            }
+            } | ({"error": error_of(directory, row["name"], dense)} if side == "H_out" else {})
+
+
+def error_of(directory: Path, name: str, H_out: Tensor) -> float:
+    (squares,) = (
+        of["squares_out"][name] for of in map(metadata_of, directory.iterdir()) if name in of["squares_out"]
+    )
+    return relative_error(H_out, squares, len(LENGTHS))
 
 
 @given(st.integers(1, 120), st.integers(1, 120), st.floats(0, 4), st.integers(0, 10**6))
@@ -454,6 +477,9 @@ def test_merged_parts_are_the_factors_of_the_whole(
     metadata = metadata_of(tmp_path / "merged" / "0001.safetensors")
     whole_metadata = metadata_of(collection(home, model=model, estimator=estimator) / "0001.safetensors")
     assert sorted(metadata.pop("data")) == sorted(whole_metadata.pop("data"))
+    squares = [of.pop("squares_out", {}) for of in (metadata, whole_metadata)]
+    assert bool(squares[1]) == (estimator != "gram")
+    assert squares[0] == {name: pytest.approx(value, rel=1e-4) for name, value in squares[1].items()}
     assert metadata == whole_metadata
     assert not any("token_weights" in k for k in load_file(tmp_path / "merged" / "0000.safetensors"))
 
@@ -505,6 +531,20 @@ def test_collections_of_different_kinds_are_not_merged(
     with pytest.raises(ConfigError, match=message):
         merge_hessians(tmp_path / "merged", directories)
     assert not list(tmp_path.iterdir())
+
+
+def test_other_numbers_of_labels_are_not_merged_and_the_same_number_is_kept(
+    home: Path, tmp_path: Path
+) -> None:
+    drawn = {"estimator": "shampoo", "labels": "model"}
+    one, two, other = (
+        collection(home, part, **drawn, **more)
+        for part, more in (("first", {"label_samples": 2}), ("second", {"label_samples": 2}), ("second", {}))
+    )
+    with pytest.raises(ConfigError, match="label_samples is 2 in .* and None in .*same label_samples"):
+        merge_hessians(tmp_path / "merged", [one, other])
+    assert merge_hessians(tmp_path / "merged", [one, two])["label_samples"] == 2
+    assert metadata_of(tmp_path / "merged" / "0000.safetensors")["label_samples"] == 2
 
 
 def test_the_same_data_is_not_merged_twice(home: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -36,6 +37,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, TINY_VOCAB, tiny_decoder, tiny_tokenizer
 from torch import Tensor
 
+from bakron.core.noise import damping_for, relative_error
 from bakron.core.solution import LayerProblem, Solution, solve_problem
 from bakron.core.target import aimed_weight
 from bakron.errors import (
@@ -52,6 +54,7 @@ from bakron.errors import (
 )
 from bakron.models import load_decoder
 from bakron.models.residual import GAIN_FLOOR
+from bakron.run.collect import factors
 from bakron.run.compare import compare
 from bakron.run.factors import unpacked
 from bakron.run.pipeline import Job, quantize
@@ -498,6 +501,36 @@ def test_gptq_has_no_output_factor_whatever_the_estimator(
     assert len(problems) == 14 and all(p.H_out is None and p.H_in is not None for p in problems.values())
 
 
+@pytest.mark.parametrize("inputs", ["sequential", "static"])
+def test_damping_that_is_chosen_is_that_of_each_layers_noise(
+    llama: Path, text: Path, tmp_path: Path, problems: dict[str, LayerProblem], inputs: str
+) -> None:
+    """Three sequences: in some layers H_out is as uncertain as it is large, and these are solved as GPTQ would."""
+    job = job_of(llama, tmp_path, text, percdamp_out="auto", inputs=inputs)
+    one_sided = 0
+    for row in job.report():
+        problem = problems[row["name"]]
+        b = int(row["name"].split(".")[2])
+        piece = factors(job.need, b)
+        H = unpacked(job.collected.load(piece))[f"{row['name']}.H_out"]
+        squares = job.collected.metadata(piece)["squares_out"][row["name"]]
+        expected = damping_for(H, relative_error(H, squares, 3))
+        assert row["error_out"] == relative_error(H, squares, 3)
+        one_sided += problem.H_out is None
+        assert (problem.H_out is None) == math.isinf(expected)
+        assert row["percdamp"][1] == (None if math.isinf(expected) else pytest.approx(expected))
+    assert one_sided < len(problems)
+
+
+def test_noise_alone_is_rounded_as_gptq_rounds(llama: Path, text: Path, tmp_path: Path) -> None:
+    """One sequence says nothing of its own noise."""
+    settings = {"estimator": "shampoo", "aim": 0.0, "n_sequences": 1, "sequence_length": 60}
+    job_of(llama, tmp_path / "auto", text, percdamp_out="auto", **settings)
+    job_of(llama, tmp_path / "gptq", text, method="gptq", **settings)
+    auto, gptq = pieces(tmp_path / "auto"), pieces(tmp_path / "gptq")
+    assert all(torch.equal(value, gptq[key]) for key, value in auto.items())
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_rtn_is_the_nearest_code_of_every_layer_and_needs_no_text(
     llama: Path, tmp_path: Path, symmetric: bool
@@ -543,8 +576,13 @@ def test_the_report_has_a_row_for_every_linear(llama: Path, text: Path, tmp_path
     job = job_of(llama, tmp_path, text)
     report = job.report()
     assert [row["name"] for row in report] == [spec.name for spec in job.flat_targets]
+    H = {}
+    for b in range(job.decoder.n_blocks):
+        H |= unpacked(job.collected.load(factors(job.need, b)))
     for row in report:
         assert row["n_sequences"] == 3 and row["n_tokens"] == 60
+        values = torch.linalg.eigvalsh(H[f"{row['name']}.H_out"].double())
+        assert row["rank_out"] == pytest.approx(float(values.sum() ** 2 / values.square().sum()))
         assert (
             0 <= row["loss"] < row["loss_rtn"]
             and max(row["certificate"]) < 1e-4
@@ -1247,17 +1285,25 @@ def test_every_stage_counts_to_its_end(llama: Path, text: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("inputs", ["sequential", "static"])
 @pytest.mark.parametrize(
-    ("method", "estimator"),
+    ("method", "estimator", "label_samples"),
     [
-        ("bakron", None),
-        ("bakron", "token"),
-        ("bakron", "attention_local_shampoo"),
-        ("gptq", None),
-        ("rtn", None),
+        ("bakron", None, 1),
+        ("bakron", None, 5),
+        ("bakron", "token", 1),
+        ("bakron", "token", 5),
+        ("bakron", "attention_local_shampoo", 1),
+        ("gptq", None, 1),
+        ("rtn", None, 1),
     ],
 )
 def test_the_work_directory_stays_within_the_plan(
-    llama: Path, text: Path, tmp_path: Path, method: str, estimator: str | None, inputs: str
+    llama: Path,
+    text: Path,
+    tmp_path: Path,
+    method: str,
+    estimator: str | None,
+    label_samples: int,
+    inputs: str,
 ) -> None:
     plans: list[Any] = []
     largest = 0
@@ -1269,7 +1315,7 @@ def test_the_work_directory_stays_within_the_plan(
 
     quantize(
         llama, tmp_path / "out", calibration=text, progress=Listener(measure), on_plan=plans.append, method=method,
-        estimator=estimator, inputs=inputs, **BASE,
+        estimator=estimator, label_samples=label_samples, inputs=inputs, **BASE,
     )  # fmt: skip
     (plan,) = plans
     assert 0 < largest <= plan.disk

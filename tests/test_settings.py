@@ -138,6 +138,7 @@ def test_a_value_of_the_wrong_type_is_refused(key: str, value: Any, seen: str) -
         ("act_order", "rows"),
         ("kernel", "cuda-fast"),
         ("n_sequences", 0),
+        ("label_samples", 0),
         ("sequence_length", 0),
         ("sampling", "random"),
         ("dtype", "int8"),
@@ -154,6 +155,21 @@ def test_rtn_with_an_estimator_is_a_contradiction() -> None:
     with pytest.raises(ConfigError, match=r"rtn.*shampoo"):
         Settings(method="rtn", estimator="shampoo")
     assert Settings(method="rtn", estimator="identity").needs_data is False
+
+
+def test_damping_of_H_out_alone_may_be_chosen_for_each_linear(recipe: Any) -> None:
+    assert Settings.load(recipe('percdamp_out = "auto"')).percdamp_out == "auto"
+    for key, value in (("percdamp_in", "auto"), ("percdamp_out", "automatic"), ("shrink_out", "auto")):
+        with pytest.raises(ConfigError, match=f"{key}: '{value}' is a str"):
+            Settings.load(**{key: value})
+
+
+def test_the_text_has_one_label_for_each_token() -> None:
+    with pytest.raises(
+        ConfigError, match=r"label_samples: 2 .* labels data has none to draw.*Choose labels model"
+    ):
+        Settings(labels="data", label_samples=2)
+    assert Settings(label_samples=2).labels == "model"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ FACTOR = {
     "effective_rank": ("rank", "{:.1f}"),
     "peak": ("peak", "{:.1f}"),
     "off_diagonal": ("off diagonal", "{:.1%}"),
+    "error": ("error", "{:.1%}"),
     "difference": ("differ", "{:.3f}"),
     "cosine": ("cosine", "{:.3f}"),
 }

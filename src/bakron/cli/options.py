@@ -11,12 +11,21 @@ import typer
 
 
 class Option(NamedTuple):
-    """A setting's type, its default (as text: the settings themselves are too heavy to import here), and its help."""
+    """A setting's type, its default (as text: the settings themselves are too heavy to import here), and its help.
+
+    parser: what makes a value of the text, where the type alone does not say it.
+    """
 
     type: Any
     default: str
     help: str
     flags: tuple[str, ...] = ()
+    parser: Callable[[str], Any] | None = None
+
+
+def number_or_auto(text: str) -> float | str:
+    """The number that ``text`` says, or "auto". Raises ValueError."""
+    return text if text == "auto" else float(text)
 
 
 GRID, METHOD, DATA, MACHINE = "Grid and format", "Method", "Calibration", "Machine"
@@ -56,6 +65,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "model",
             "Labels of the gradients: drawn from the model's own distribution, or the text's next tokens.",
         ),
+        "label_samples": Option(
+            int,
+            "1",
+            "Labels drawn for each token, each with a backward pass of its own; less noise for more time.",
+        ),
         "inputs": Option(
             Literal["sequential", "static"],
             "sequential",
@@ -77,7 +91,12 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "Damping of that move, relative to each input's own size; more follows less of the noise.",
         ),
         "percdamp_in": Option(float, "0.01", "Damping of H_in, in multiples of its mean diagonal."),
-        "percdamp_out": Option(float, "2.0", "Damping of H_out, in multiples of its mean diagonal."),
+        "percdamp_out": Option(
+            float,
+            "2.0",
+            "Damping of H_out, in multiples of its mean diagonal; auto chooses it for each linear from its noise.",
+            parser=number_or_auto,
+        ),
         "shrink_out": Option(float, "0.0", "Shrinkage of H_out to its diagonal, 0 to 1."),
         "act_order": Option(
             Literal["none", "in", "out", "both"],
@@ -165,5 +184,8 @@ def _parameter(name: str, option: Option, panel: str) -> inspect.Parameter:
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[option.type | None, typer.Option(*flags, help=text, rich_help_panel=panel)],
+        annotation=Annotated[
+            option.type | None,
+            typer.Option(*flags, help=text, rich_help_panel=panel, parser=option.parser),
+        ],
     )

@@ -12,13 +12,15 @@ from torch import Tensor
 class KroneckerHessian:
     """H_in (d_in, d_in) and H_out (d_out, d_out), symmetric PSD; None stands for the identity.
 
-    n_sequences and n_tokens say how much data is behind them (0 when unknown).
+    n_sequences and n_tokens say how much data is behind them (0 when unknown).  error_out: relative error of H_out that
+    comes from so few sequences (``bakron.core.noise.relative_error``), None when unknown.
     """
 
     H_in: Tensor | None
     H_out: Tensor | None
     n_sequences: int = 0
     n_tokens: int = 0
+    error_out: float | None = None
 
     def loss(self, E: Tensor) -> float:
         """f(E) = tr(H_out E H_in Eᵀ) of the (d_out, d_in) error (solver.md, section 1).

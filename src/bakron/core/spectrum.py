@@ -43,13 +43,22 @@ def spread(H: Tensor) -> Spread:
     Spread(trace=3.0, effective_rank=3.0, peak=1.0, off_diagonal=0.0)
     """
     H = H.to(torch.float64)
-    trace, square = float(H.trace()), float(H.square().sum())
-    if not trace or not square:
+    trace, rank = float(H.trace()), effective_rank(H)
+    if not rank:
         return Spread(trace, 0.0, 0.0, 0.0)
-    diagonal = float(H.diagonal().square().sum())
-    return Spread(
-        trace, trace**2 / square, largest_eigenvalue(H) * len(H) / trace, max(1 - diagonal / square, 0.0)
-    )
+    diagonal = float(H.diagonal().square().sum() / H.square().sum())
+    return Spread(trace, rank, largest_eigenvalue(H) * len(H) / trace, max(1 - diagonal, 0.0))
+
+
+def effective_rank(H: Tensor) -> float:
+    """tr(H)²/‖H‖²_F of the (n, n) ``H``, in float64; 0 for H = 0.
+
+    >>> effective_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0])))
+    2.6666666666666665
+    """
+    H = H.to(torch.float64)  # squares of small gradients vanish in float32
+    square = float(H.square().sum())
+    return float(H.trace()) ** 2 / square if square else 0.0
 
 
 def agreement(A: Tensor, B: Tensor) -> Agreement:

@@ -20,6 +20,7 @@ from bakron.core.layers import LinearSpec, Scheme
 from bakron.errors import ConfigError, ModelError, OutputExistsError
 from bakron.estimators import Fisher, get_estimator
 from bakron.run.collect import factors
+from bakron.run.factors import of_piece
 from bakron.run.pipeline import Job
 from bakron.run.plan import Plan
 from bakron.run.progress import Progress, Silent, stage
@@ -181,7 +182,7 @@ def _with_scheme(settings: Settings, scheme: Scheme, **changes: Any) -> Settings
 def _store(job: Job) -> Store:
     """Losses by linear and candidate. Raises ResumeError when they were measured otherwise."""
     names = ("method", "scale", "percdamp_in", "percdamp_out", "shrink_out", "act_order", "refine", "kernel")
-    settings = {name: getattr(job.settings, name) for name in names}
+    settings = {name: getattr(job.settings, name) for name in (*names, "label_samples")}
     facts = {"estimator": job.settings.estimator_name, "scale_dtype": str(job.export_plan.scale_dtype)}
     return Store(job.work / "losses", {**job.data_facts, **settings, **facts})
 
@@ -194,10 +195,7 @@ def _losses(job: Job, candidates: Sequence[Scheme], store: Store) -> dict[str, l
             wanted = [spec for spec in specs if not all(store.has(_piece(spec, c)) for c in candidates)]
             statistics = Statistics()
             if wanted:
-                piece = factors(job.need, b)
-                statistics.load(
-                    job.collected.load(piece), job.collected.metadata(piece), job.decoder.groups[b]
-                )
+                statistics.load(*of_piece(job.collected, factors(job.need, b)), job.decoder.groups[b])
             for spec in wanted:
                 _measure(job, spec, statistics, candidates, store)
             for spec in specs:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakron.core.noise import Squares
 from bakron.core.packed import pack
 from bakron.core.view import BlockView
 from bakron.data import fingerprint
@@ -35,6 +36,7 @@ class Need:
     """What the solve will read: an estimator's H_in and gradient statistics, and the original states of all blocks.
 
     labels: of the loss: "model" draws them from the model's own distribution, "data" takes the text's next tokens.
+    label_samples: how many are drawn for each token, each with a backward pass of its own.
     """
 
     estimator: str
@@ -42,6 +44,7 @@ class Need:
     H_in: bool
     gradients: bool
     labels: str = "model"
+    label_samples: int = 1
 
     @property
     def factors(self) -> bool:
@@ -61,7 +64,14 @@ class Need:
     @property
     def source(self) -> str:
         """Whose factors, of which labels."""
-        return self.estimator + (f"+{self.labels}" if self.gradients and self.labels != "model" else "")
+        return self.estimator + (self.drawn if self.gradients else "")
+
+    @property
+    def drawn(self) -> str:
+        """Which labels: nothing for the model's own, one drawn for each token."""
+        if self.labels != "model":
+            return f"+{self.labels}"
+        return f"+{self.label_samples}labels" if self.label_samples > 1 else ""
 
 
 def boundary(b: int) -> str:
@@ -91,7 +101,8 @@ def _drop_pass(store: Store, need: Need, p: int, b: int) -> None:
 
 
 def _gradient(need: Need, b: int) -> str:
-    return f"gradients/{b:04d}" + ("" if need.labels == "model" else f"+{need.labels}")
+    """The piece that holds the gradients (tokens, d) at the states entering block b, for each sequence all its samples."""
+    return f"gradients/{b:04d}{need.drawn}"
 
 
 def collect(
@@ -166,7 +177,10 @@ def _forward(
 def _head_gradients(
     decoder: Decoder, sequences: Sequence[Tensor], need: Need, store: Store, seed: int, progress: Progress
 ) -> None:
-    """∂ℓ/∂h after the last block, ℓ = −Σ_t log p(ŷ_t), ŷ sampled from the model's own distribution or the text's own."""
+    """∂ℓ/∂h after the last block, ℓ = −Σ_t log p(ŷ_t), ŷ sampled from the model's own distribution or the text's own.
+
+    Samples are successive draws of one generator for each sequence, so that more of them begin with fewer.
+    """
     last = decoder.n_blocks
     if store.has(_gradient(need, last)) or store.has(factors(need, last - 1)):
         return
@@ -176,14 +190,15 @@ def _head_gradients(
         for index, h in enumerate(load_states(store, boundary(last), lengths, decoder)):
             generator = torch.Generator().manual_seed(1_000_003 * seed + index)
             following = sequences[index][1:].to(decoder.device)
-            gradient = torch.cat(
-                [
-                    _head_gradient(decoder, chunk, generator if need.labels == "model" else labels)
-                    for chunk, labels in zip(h.split(HEAD_CHUNK), _split(following, len(h)), strict=True)
-                ]
-            )
-            check_finite(gradient, "gradient at the head", index)
-            gradients.append(gradient)
+            for _ in range(need.label_samples):
+                gradient = torch.cat(
+                    [
+                        _head_gradient(decoder, chunk, generator if need.labels == "model" else labels)
+                        for chunk, labels in zip(h.split(HEAD_CHUNK), _split(following, len(h)), strict=True)
+                    ]
+                )
+                check_finite(gradient, "gradient at the head", index)
+                gradients.append(gradient)
             progress.advance()
     store.save(_gradient(need, last), {"g": torch.cat(gradients)})
 
@@ -227,21 +242,25 @@ def _backward(
     Every pass starts from the same gradient at the head, which the last one removes.
     """
     lengths = [len(ids) for ids in sequences]
+    samples = need.label_samples
     label = "backward through the original model" + (
         f", pass {p + 1} of {need.passes}" if need.passes > 1 else ""
     )
-    with stage(progress, label, decoder.n_blocks * len(sequences)):
+    with stage(progress, label, decoder.n_blocks * len(sequences) * samples):
         for b in reversed(range(decoder.n_blocks)):
             if _passed(store, need, p, b):
                 _drop_pass(store, need, p - 1, b)
-                progress.advance(len(sequences))
+                progress.advance(len(sequences) * samples)
                 continue
             states = load_states(store, boundary(b), lengths, decoder)
-            gradients = list(store.load(_gradient(need, b + 1))["g"].to(decoder.device).split(lengths))
-            sums = _Sums.of(decoder, need, p, b, store)
-            for index, h in enumerate(states):
-                gradients[index] = decoder.backward_block(b, h, gradients[index], sums.add)
-                check_finite(gradients[index], f"gradient at block {b}", index)
+            behind = store.load(_gradient(need, b + 1))["g"].to(decoder.device)
+            gradients = list(behind.split([length for length in lengths for _ in range(samples)]))
+            del behind
+            sums = _Sums.of(decoder, need, p, b, store, samples)
+            for i, gradient in enumerate(gradients):
+                index = i // samples
+                gradients[i] = decoder.backward_block(b, states[index], gradient, sums.add)
+                check_finite(gradients[i], f"gradient at block {b}", index)
                 progress.advance()
             if b:
                 store.save(_gradient(need, b), {"g": torch.cat(gradients)})
@@ -255,7 +274,8 @@ def _backward(
 class _Sums:
     """Float64 sums of an estimator's terms over the sequences, for the linears of one block, in one pass.
 
-    done: how many passes there were before.  previous: the factors that they left.  source: what the factors are of.
+    done: how many passes there were before.  previous: the factors that they left.  samples: how many times each sequence
+    is added, one after the other.  source: what the factors are of, and what earlier passes say of their H_out.
     """
 
     decoder: Decoder
@@ -264,21 +284,27 @@ class _Sums:
     want_in: bool
     done: int = 0
     previous: dict[str, Tensor] = field(default_factory=dict)
+    samples: int = 1
     sums: dict[str, Tensor] = field(default_factory=dict)
+    squares: dict[str, Squares] = field(default_factory=dict)
     weights: dict[str, list[Tensor]] = field(default_factory=dict)
     of_linear: dict[str, Estimator] = field(default_factory=dict)
     viewer: Viewer | None = None
     source: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, decoder: Decoder, need: Need, p: int, b: int, store: Store) -> _Sums:
+    def of(cls, decoder: Decoder, need: Need, p: int, b: int, store: Store, samples: int = 1) -> _Sums:
         """Those of pass p of block b; every pass but the last needs H_in, if only for the next."""
-        previous = unpacked(store.load(_factors_after(need, p - 1, b))) if p else {}
-        previous = {key: value.to(decoder.device) for key, value in previous.items()}
+        piece = _factors_after(need, p - 1, b)
+        previous = (
+            {key: value.to(decoder.device) for key, value in unpacked(store.load(piece)).items()} if p else {}
+        )
         want_in = need.H_in or p < need.passes - 1
         source = {key: store.facts[key] for key in ("model", "version") if key in store.facts}
         source |= {"estimator": need.estimator, **({"labels": need.labels} if need.gradients else {})}
-        return cls(decoder, b, get_estimator(need.estimator), want_in, p, previous, source=source)
+        source |= {"label_samples": need.label_samples} if need.gradients and need.label_samples > 1 else {}
+        source |= {"squares_out": store.metadata(piece).get("squares_out", {})} if p else {}
+        return cls(decoder, b, get_estimator(need.estimator), want_in, p, previous, samples, source=source)
 
     def run(self, h: Tensor) -> Tensor:
         """Run the block on h (T, d), add one sequence's terms for all linears, and return the block's output (T, d)."""
@@ -305,29 +331,34 @@ class _Sums:
             if key not in self.sums:
                 self.sums[key] = torch.zeros_like(term, dtype=torch.float64)
             self.sums[key] += term
+        if term_out is not None:
+            self.squares.setdefault(name, Squares(self.samples)).add(term_out)
         weights = estimator.token_weights(g)
         if weights is not None:
             self.weights.setdefault(f"{name}.token_weights", []).append(weights)
 
     def finish(self, sequences: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The means, packed, the token weights, and the metadata; factors without a term in this pass stay as they are.
+        """The means, packed, the token weights' over samples, and the metadata; factors without a term stay as they are.
 
         To be called once: the sums are divided in place.
         """
         counts = {"n_sequences": len(sequences), "n_tokens": sum(map(len, sequences))}
-        count = counts["n_tokens" if self.estimator.per_token else "n_sequences"]
+        count = counts["n_tokens" if self.estimator.per_token else "n_sequences"] * self.samples
         tensors = {k: v for k, v in self.previous.items() if self.want_in or not k.endswith(".H_in")}
         tensors |= {key: total.div_(count) for key, total in self.sums.items()}
         tensors = {k: pack(v) if k.endswith((".H_in", ".H_out")) else v for k, v in tensors.items()}
-        tensors |= {key: torch.cat(parts) for key, parts in self.weights.items()}
+        tensors |= {key: torch.cat(_means(parts, self.samples)) for key, parts in self.weights.items()}
         shared = {spec.name: self._first(spec.name) for spec in self.decoder.linears[self.b]}
         shared = {
             name: first
             for name, first in shared.items()
             if f"{name}.H_in" not in tensors and f"{first}.H_in" in tensors
         }
-        data = [fingerprint([ids])[:16] for ids in sequences]
-        return tensors, {"layout": LAYOUT, **counts, **self.source, "data": data, "shared_H_in": shared}
+        facts = {"layout": LAYOUT, **counts, **self.source, "shared_H_in": shared}
+        facts["data"] = [fingerprint([ids])[:16] for ids in sequences]
+        if self.squares:
+            facts["squares_out"] = {name: float(of.total) / count**2 for name, of in self.squares.items()}
+        return tensors, facts
 
     def _first(self, name: str) -> str:
         """The first of the linears that share ``name``'s input."""
@@ -344,6 +375,11 @@ class _Sums:
             H_in = self.previous[own if own in self.previous else f"{self._first(name)}.H_in"]
             self.of_linear[name] = self.estimator.after(self.done, H_in, self.previous.get(f"{name}.H_out"))
         return self.of_linear.get(name, self.estimator)
+
+
+def _means(parts: Sequence[Tensor], n: int) -> list[Tensor]:
+    """The mean of every n successive parts."""
+    return [torch.stack(list(parts[i : i + n])).mean(0) for i in range(0, len(parts), n)]
 
 
 def load_states(store: Store, piece: str, lengths: Sequence[int], decoder: Decoder) -> list[Tensor]:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from bakron.core.layers import LinearSpec
 from bakron.core.linalg import check_hessian
+from bakron.core.noise import relative_error
 from bakron.core.packed import packed_size, unpack
 from bakron.errors import ConfigError, NonFiniteError, ShapeError
 from bakron.run.progress import Progress, stage
-from bakron.run.store import files_sha256
+from bakron.run.store import Store, files_sha256
 
 LAYOUT = 1
 SIDES = ("H_in", "H_out")
@@ -116,8 +117,10 @@ class Factors:
         """Of all files."""
         return files_sha256(self.files)
 
-    def of(self, specs: Sequence[LinearSpec]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """All factors of ``specs`` by ``<linear>.<side>``, a shared one loaded once, and the least counts behind them."""
+    def of(self, specs: Sequence[LinearSpec]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All factors of ``specs`` by ``<linear>.<side>``, a shared one loaded once; and facts: the least counts behind them,
+        and ``error_out``, the relative errors of H_out by linear, None where unknown.
+        """
         loaded: dict[tuple[str, str], Tensor | None] = {}
         tensors: dict[str, Tensor] = {}
         for spec in specs:
@@ -129,7 +132,13 @@ class Factors:
                 if H is not None:
                     tensors[f"{spec.name}.{side}"] = H
         counts = [self.counts(spec.name) for spec in specs]
-        return tensors, {key: min((of[key] for of in counts), default=0) for key in COUNTS}
+        errors = {spec.name: self.error_out(spec.name, tensors.get(f"{spec.name}.H_out")) for spec in specs}
+        least = {key: min((of[key] for of in counts), default=0) for key in COUNTS}
+        return tensors, {**least, "error_out": errors}
+
+    def error_out(self, name: str, H_out: Tensor | None) -> float | None:
+        """The relative error of the H_out of ``name``, None where its file does not say enough."""
+        return None if H_out is None else _error(name, H_out, self.metadata[self._file[name, "H_out"]])
 
     def require(self, specs: Sequence[LinearSpec], model: str) -> None:
         """Raise unless ``specs`` of the model with the fingerprint ``model`` can be solved with these factors.
@@ -162,6 +171,18 @@ class Factors:
                         f"({spec.d_out}, {spec.d_in}), seen ({n}, {n}). H_in belongs to the inputs of y = W x, H_out "
                         "to its outputs: check that they are not exchanged, and that the model is the same."
                     )
+
+    def require_errors(self, specs: Sequence[LinearSpec]) -> None:
+        """Raise ConfigError unless the metadata says what the relative error of every H_out of ``specs`` is found from."""
+        for spec in specs:
+            metadata = self.metadata[self._file[spec.name, "H_out"]] if self.has(spec.name, "H_out") else None
+            if metadata is not None and (
+                "n_sequences" not in metadata or spec.name not in metadata.get("squares_out", {})
+            ):
+                raise ConfigError(
+                    f"{self.path}: {spec.name}: percdamp_out auto needs n_sequences and squares_out in the metadata "
+                    "beside its H_out (docs/hessians.md). Pass percdamp_out as a number, or collect with this version."
+                )
 
     def check_values(self, progress: Progress) -> None:
         """Read all factors. Raises ConfigError, NonFiniteError, ShapeError."""
@@ -212,6 +233,20 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def of_piece(store: Store, piece: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What ``Factors.of`` gives, of all linears in a piece of a collection, and the token weights beside them."""
+    tensors, metadata = unpacked(store.load(piece)), store.metadata(piece)
+    names = [key.removesuffix(".H_out") for key in tensors if key.endswith(".H_out")]
+    errors = {name: _error(name, tensors[f"{name}.H_out"], metadata) for name in names}
+    return tensors, {**{key: metadata[key] for key in COUNTS}, "error_out": errors}
+
+
+def _error(name: str, H_out: Tensor, metadata: Mapping[str, Any]) -> float | None:
+    """The relative error of the H_out of ``name`` in a file with this ``metadata``, None where it does not say enough."""
+    n, squares = metadata.get("n_sequences"), metadata.get("squares_out", {}).get(name)
+    return None if n is None or squares is None else relative_error(H_out, squares, n)
+
+
 def _locate(path: Path) -> Path:
     """The directory in which the factor files are. Raises ConfigError."""
     if any(path.glob("*.safetensors")):
@@ -257,6 +292,14 @@ def _check_metadata(file: Path, metadata: dict[str, Any]) -> None:
                 f"{file}: {key}: expected a whole number above 0, seen {count!r}. Correct the metadata, or leave it "
                 "out if unknown."
             )
+    squares = metadata.get("squares_out", {})
+    if not isinstance(squares, dict) or not all(
+        isinstance(value, float | int) and 0 <= value < float("inf") for value in squares.values()
+    ):
+        raise ConfigError(
+            f"{file}: squares_out: expected a JSON object of numbers ≥ 0 by linear, seen {squares!r}. Leave it out if "
+            "unknown."
+        )
     shared = metadata.get("shared_H_in", {})
     if not isinstance(shared, dict) or not all(isinstance(other, str) for other in shared.values()):
         raise ConfigError(

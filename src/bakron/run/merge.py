@@ -18,7 +18,8 @@ from bakron.run.factors import COUNTS, LAYOUT, SIDES, Factors
 from bakron.run.progress import Progress, Silent, stage
 from bakron.run.store import require_space, write_tensors
 
-SAME = ("model", "estimator", "labels")
+SAME = ("model", "estimator", "labels", "label_samples")
+MAY_LACK = ("labels", "label_samples")  # without gradients there are none, and one sample is not written
 
 
 def merge_hessians(
@@ -31,8 +32,8 @@ def merge_hessians(
     Token weights are left out: they belong to the states of the very sequences of one collection.
     ``out`` appears whole or not at all.
 
-    Raises ConfigError (other model, estimator or labels, the same data twice, factors that cannot be added up),
-    ShapeError, OutputExistsError, DiskSpaceError.
+    Raises ConfigError (other model, estimator, labels or number of labels, the same data twice, factors that cannot be
+    added up), ShapeError, OutputExistsError, DiskSpaceError.
     """
     out, progress = Path(out), progress or Silent()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -57,6 +58,7 @@ def merge_hessians(
             data = [fingerprint for metadata in of_file for fingerprint in metadata["data"]]
             shared = {k: v for metadata in of_file for k, v in metadata.get("shared_H_in", {}).items()}
             metadata = {"layout": LAYOUT, **counts, **facts, "data": data, "shared_H_in": shared}
+            metadata |= _squares(of_file, shares)
             write_tensors(partial / name, _means(collections, name, shares), metadata)
             progress.advance()
     if out.exists():
@@ -80,13 +82,24 @@ def _means(collections: Sequence[Factors], name: str, shares: Sequence[float]) -
     return sums
 
 
+def _squares(of_file: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Σ share² · squares_out of every linear, the sum of its terms' squares over all data; nothing if a file lacks them."""
+    if any("squares_out" not in metadata for metadata in of_file):
+        return {}
+    summed: dict[str, float] = {}
+    for metadata, share in zip(of_file, shares, strict=True):
+        for name, value in metadata["squares_out"].items():
+            summed[name] = summed.get(name, 0.0) + share**2 * value
+    return {"squares_out": summed}
+
+
 def _common_facts(collections: Sequence[Factors]) -> dict[str, Any]:
     """What all ``collections`` say of themselves. Raises ConfigError naming what differs."""
     facts: dict[str, Any] = {"version": version("bakron")}
     first = collections[0]
     for key in SAME:
         said = [of.fact(key) for of in collections]
-        if key != "labels" and None in said:
+        if key not in MAY_LACK and None in said:
             of = collections[said.index(None)]
             raise ConfigError(
                 f"{of.path}: its metadata has no {key}, which must be known to merge. Add it (docs/hessians.md)."

@@ -123,6 +123,7 @@ class Job:
             H_in=self.settings.needs_data and not sequential,
             gradients=gradients,
             labels=self.settings.labels,
+            label_samples=self.settings.label_samples if gradients else 1,
         )
 
     @cached_property
@@ -277,6 +278,8 @@ class Job:
         given = Factors(self.settings.hessians)
         given.require(self.flat_targets, self.data_facts["model"])
         given.check_values(self.progress)
+        if self.settings.percdamp_out == "auto" and self.settings.method == "bakron":
+            given.require_errors(self.flat_targets)
         one_sided = sum(not given.has(spec.name, "H_out") for spec in self.flat_targets)
         if one_sided and self.settings.method == "bakron":
             self.progress.note(

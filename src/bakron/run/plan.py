@@ -70,13 +70,14 @@ def make_plan(
     stored = decoder.n_blocks * sum(_packed(s.d_out) + 4 * tokens for s in specs) if need.H_out else 0
     stored += decoder.n_blocks * sum(_packed(s.d_in) for s in specs) if need.H_in or between else 0
     boundaries = state * (decoder.n_blocks + 1 if need.boundaries or need.factors else 1)
+    gradients = need.label_samples * state
     codes = sum(s.d_out * s.d_in * 2 for specs in targets for s in specs)
     return Plan(
         model=model,
         factors=largest + (sums if tokens else 0) + (held if given else 0),
-        boundaries=5 * state,
+        boundaries=3 * state + 2 * gradients,
         activations=activations if tokens else 0,
-        disk=boundaries + 3 * state + stored + between + codes,
+        disk=boundaries + 3 * gradients + stored + between + codes,
         output=export.total_bytes,
         bits_per_weight=export.bits_per_weight,
         share_quantized=export.quantized_weights / export.all_weights,
@@ -102,7 +103,7 @@ def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need) -> float:
         seconds.append(time.perf_counter() - started)
     forwards = (
         2.5
-        + (5 * need.passes if need.gradients else 0)
+        + (5 * need.passes * need.label_samples if need.gradients else 0)
         + (1 if need.boundaries else 0)
         + (1.5 if need.H_in or (need.H_out and not need.gradients) else 0)
     )

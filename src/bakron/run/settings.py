@@ -23,6 +23,7 @@ from bakron.run.rules import LayerRule
 
 Method = Literal["bakron", "gptq", "rtn"]
 _ESTIMATOR_OF = {"bakron": "shampoo", "gptq": "gram", "rtn": "identity"}
+Auto = Literal["auto"]
 AIM = 1.0  # these two are measured: docs/experiments.md
 PERCDAMP_AIM = 1.0
 
@@ -35,11 +36,14 @@ class Settings:
     estimator: where the Hessians come from; None is the method's own (shampoo, gram, identity).
     labels: "model" draws those of the gradients from the model's own distribution (the true Fisher matrix), "data" takes
     the text's next tokens (the empirical one).
+    label_samples: labels drawn for each token, each with a backward pass of its own; only with labels "model".
     inputs: "sequential" takes H_in from the already quantized prefix, "static" from the original model.
     hessians: a directory of factors (docs/hessians.md) to solve with instead of collecting any; needs static inputs.
     aim: how far sequential layers that write to the hidden state move towards undoing its drift, 0 … 1; None is 1 for
     bakron and 0 for gptq.
     percdamp_aim: damping of that move, relative to each input's own size; more follows less of the noise.
+    percdamp_in, percdamp_out: damping of either factor in multiples of its mean diagonal.  percdamp_out "auto" chooses it
+    for each linear from the spread of H_out between sequences, up to leaving H_out out.
     refine: passes of coordinate descent over a layer's codes after the sweep, at most.
     skip: regular expressions; linears whose name matches one are left as they are.
     layers: other bits, group_size or symmetric for linears by name (``[[layers]]`` in a recipe); a later rule wins.
@@ -54,12 +58,13 @@ class Settings:
     method: Method = "bakron"
     estimator: str | None = None
     labels: Literal["model", "data"] = "model"
+    label_samples: int = 1
     inputs: Literal["sequential", "static"] = "sequential"
     hessians: str | None = None
     aim: float | None = None
     percdamp_aim: float = PERCDAMP_AIM
     percdamp_in: float = PERCDAMP_IN
-    percdamp_out: float = PERCDAMP_OUT
+    percdamp_out: float | Auto = PERCDAMP_OUT
     shrink_out: float = 0.0
     act_order: ActOrder = "both"
     refine: int = 2
@@ -82,16 +87,22 @@ class Settings:
             raise ConfigError(
                 f"refine: {self.refine} is negative; 0 leaves the codes as the sweep found them."
             )
-        for field in ("n_sequences", "sequence_length"):
+        for field in ("n_sequences", "sequence_length", "label_samples"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}: {getattr(self, field)} must be at least 1.")
+        if self.label_samples > 1 and self.labels != "model":
+            raise ConfigError(
+                f"label_samples: {self.label_samples} would be drawn, and labels {self.labels} has none to draw. "
+                "Choose labels model, or leave label_samples at 1."
+            )
         if self.aim is not None and not 0 <= self.aim <= 1:
             raise ConfigError(
                 f"aim: {self.aim} is not between 0 (the layer's own weight) and 1 (the original hidden states)."
             )
         for field in ("percdamp_in", "percdamp_out", "percdamp_aim"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                raise ConfigError(f"{field}: {getattr(self, field)} must be finite and not negative.")
+            value = getattr(self, field)
+            if (field, value) != ("percdamp_out", "auto") and not 0 <= value < float("inf"):
+                raise ConfigError(f"{field}: {value} must be finite and not negative.")
         if not 0 <= self.shrink_out <= 1:
             raise ConfigError(f"shrink_out: {self.shrink_out} is not between 0 and 1.")
         for pattern in self.skip:
@@ -217,6 +228,8 @@ def _rules(value: Any) -> tuple[LayerRule, ...]:
 def _of_type(key: str, value: Any, annotation: str) -> Any:
     """``value`` if it fits the field's annotation (a whole number passes for a float). Raises ConfigError."""
     wanted: tuple[type, ...] = (str,)
+    if annotation.endswith("Auto") and value == "auto":
+        return value
     if annotation.startswith("tuple"):
         parts = tuple(value) if isinstance(value, list | tuple) else (value,)
         if all(isinstance(part, str) for part in parts):

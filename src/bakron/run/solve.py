@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +15,17 @@ from torch import Tensor
 from bakron.core.hessian import KroneckerHessian
 from bakron.core.layers import LinearSpec, Scheme, SolvedLayer
 from bakron.core.linalg import gram
+from bakron.core.noise import damping_for
 from bakron.core.refine import refined
 from bakron.core.solution import LayerProblem, Solution, solve_problem
+from bakron.core.spectrum import effective_rank
 from bakron.core.target import aimed_weight
-from bakron.errors import CertificateError, ModelError
+from bakron.errors import CertificateError, ConfigError, ModelError
 from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.models import Decoder
 from bakron.quantizers import fitted
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
-from bakron.run.factors import Factors, unpacked
+from bakron.run.factors import COUNTS, Factors, of_piece
 from bakron.run.progress import Progress, stage
 from bakron.run.rules import bits_text
 from bakron.run.settings import Settings
@@ -74,7 +78,7 @@ def solve_model(
             if isinstance(collected, Factors):
                 statistics.load(*collected.of(targets[b]), decoder.groups[b])
             elif collected is not None and collected.has(piece):
-                statistics.load(collected.load(piece), collected.metadata(piece), decoder.groups[b])
+                statistics.load(*of_piece(collected, piece), decoder.groups[b])
             aims = {}
             if sequential:
                 assert isinstance(collected, Store)
@@ -164,16 +168,18 @@ class Statistics:
 
     stored: dict[str, Tensor] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
+    error_out: Mapping[str, float | None] = field(default_factory=dict)
     H_in: dict[str, Tensor] = field(default_factory=dict)
     cross: dict[str, Tensor] = field(default_factory=dict)
     owner: dict[str, str] = field(default_factory=dict)
 
     def load(
-        self, tensors: Mapping[str, Tensor], counts: Mapping[str, Any], groups: Sequence[Sequence[str]]
+        self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], groups: Sequence[Sequence[str]]
     ) -> None:
-        """Take over what was collected from the original model; an H_in may be stored once for a whole group."""
-        self.stored = unpacked(tensors)
-        self.counts = {key: counts[key] for key in ("n_sequences", "n_tokens")}
+        """Take over what was collected from the original model, its factors whole; an H_in may be stored once for a group."""
+        self.stored = dict(tensors)
+        self.counts = {key: facts[key] for key in COUNTS}
+        self.error_out = facts["error_out"]
         for key, w in tensors.items():
             if key.endswith(".token_weights"):
                 typical = w[w > 0].median() if bool((w > 0).any()) else w.new_ones(())
@@ -233,7 +239,8 @@ class Statistics:
         H_in = self.H_in.get(owner)
         if H_in is None:
             H_in = self.stored.get(f"{owner}.H_in")
-        return KroneckerHessian(H_in, self.stored.get(f"{name}.H_out"), **self.counts)
+        H_out, error = self.stored.get(f"{name}.H_out"), self.error_out.get(name)
+        return KroneckerHessian(H_in, H_out, **self.counts, error_out=error)
 
 
 def _seen(inputs: Mapping[str, Tensor], name: str) -> Tensor:
@@ -275,21 +282,41 @@ def _solve_linear(
         "loss_rtn": solution.loss_rtn,
         "certificate": list(solution.certificate),
         "clip_rate": solution.clip_rate,
-        "percdamp": list(solution.damping),
+        "percdamp": [solution.damping[0], None if solution.problem.H_out is None else solution.damping[1]],
         "n_sequences": hessian.n_sequences,
         "n_tokens": hessian.n_tokens,
+        "rank_out": None if hessian.H_out is None else effective_rank(hessian.H_out),
+        "error_out": hessian.error_out,
     }
     row["seconds"] = time.perf_counter() - started
     return layer, row
 
 
 def problem_of(spec: LinearSpec, W: Tensor, hessian: KroneckerHessian, settings: Settings) -> LayerProblem:
-    """The problem of rounding ``W`` by the method of ``settings``, which may see less than the whole Hessian."""
+    """The problem of rounding ``W`` by the method of ``settings``, which may see less than the whole Hessian.
+
+    With percdamp_out "auto" it is one-sided where H_out may be nothing but noise.  Raises ConfigError if its error is unknown.
+    """
+    percdamp_out = settings.percdamp_out
     if settings.method != "bakron":
-        hessian = KroneckerHessian(hessian.H_in, None, hessian.n_sequences, hessian.n_tokens)
-    return LayerProblem(
-        spec.name, W, hessian, settings.percdamp_in, settings.percdamp_out, settings.shrink_out
-    )
+        hessian = dataclasses.replace(hessian, H_out=None)
+    if percdamp_out == "auto":
+        percdamp_out = _chosen_damping(spec.name, hessian)
+    if math.isinf(percdamp_out):
+        hessian, percdamp_out = dataclasses.replace(hessian, H_out=None), 0.0
+    return LayerProblem(spec.name, W, hessian, settings.percdamp_in, percdamp_out, settings.shrink_out)
+
+
+def _chosen_damping(name: str, hessian: KroneckerHessian) -> float:
+    """percdamp_out for the noise of H_out; infinite where there is no H_out, or nothing but noise in it."""
+    if hessian.H_out is None:
+        return math.inf
+    if hessian.error_out is None:
+        raise ConfigError(
+            f"{name}: percdamp_out auto needs the error of its H_out, of which its file says nothing (squares_out). "
+            "Collect it anew, or pass percdamp_out as a number."
+        )
+    return damping_for(hessian.H_out, hessian.error_out)
 
 
 def rounded(

@@ -17,8 +17,9 @@ def show_hessians(
 ) -> list[dict[str, Any]]:
     """A row for each linear of ``directory``: name, n_sequences, n_tokens, and for H_in and H_out a dict or None.
 
-    The dict has the size n, the fields of ``bakron.core.spectrum.Spread``, and with an ``other`` directory those of
-    ``Agreement``, None where it has no such factor.  Raises ConfigError, NonFiniteError, ShapeError.
+    The dict has the size n, the fields of ``bakron.core.spectrum.Spread``, for H_out its relative ``error`` (None when
+    unknown), and with an ``other`` directory those of ``Agreement``, None where it has no such factor.
+    Raises ConfigError, NonFiniteError, ShapeError.
     """
     progress = progress or Silent()
     factors = Factors(directory)
@@ -46,6 +47,8 @@ def _of_side(factors: Factors, against: Factors | None, name: str, side: str) ->
     if H is None:
         return None
     said = {"size": len(H), **dataclasses.asdict(spread(H))}
+    if side == "H_out":
+        said["error"] = factors.error_out(name, H)
     if against:
         A = against.load(name, side)
         agrees = None if A is None else agreement(H, A)
