@@ -1,4 +1,7 @@
-"""Second stage: round the linears block by block, with static factors or with inputs from the quantized prefix."""
+"""Second stage: round the linears block by block, with static factors or with inputs from the quantized prefix.
+
+Each rank runs its share of the sequences, and rounds its share of the linears whose inputs are taken at the same time.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from bakron.quantizers import fitted
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
 from bakron.run.factors import Factors, unpacked
 from bakron.run.progress import Progress, stage
+from bakron.run.ranks import Ranks
 from bakron.run.rules import bits_text
 from bakron.run.settings import Settings
 from bakron.run.store import Store
@@ -54,13 +58,16 @@ def solve_model(
     store: Store,
     progress: Progress,
 ) -> None:
-    """Fill ``store`` with the solved ``targets`` of every block; finished blocks are kept. Weights of ``decoder`` change.
+    """Fill ``store`` with the solved ``targets`` of every block, together with all its ranks; finished blocks are kept.
+    Weights of ``decoder`` change.
 
+    lengths: of all sequences.
     schemes: of the targets, by name.  collected: what ``collect`` made of ``need``, or given factors; None when no data is
     used.  scale_dtype: of the scales in the checkpoint.
     """
     sequential = settings.sequential
-    steps = len(lengths) if sequential else 1
+    mine = store.ranks.share(len(lengths))
+    steps = len(mine) if sequential else 1
     with stage(
         progress, f"solve ({settings.method}, {bits_text(schemes.values())} bit)", decoder.n_blocks * steps
     ):
@@ -86,25 +93,30 @@ def solve_model(
             layers, report = {}, []
             for part in _parts(decoder, b, targets[b]) if sequential else [targets[b]]:
                 if states is not None:
-                    statistics.observe(decoder, b, part, states, aims)
-                for spec in part:
-                    layer, row = _solve_linear(
+                    statistics.observe(decoder, b, part, states, aims, lengths, store.ranks)
+                found = {
+                    spec.name: _solve_linear(
                         decoder, spec, statistics, settings, schemes[spec.name], scale_dtype
                     )
+                    for spec, owner in zip(part, store.ranks.owners(list(map(_cost, part))), strict=True)
+                    if owner == store.ranks.rank
+                }
+                found = store.ranks.exchanged(found)
+                for layer, row in (found[spec.name] for spec in part):
                     layers |= {
-                        f"{spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")
+                        f"{layer.spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")
                     }
                     report.append(row)
                     if sequential:
-                        decoder.set_weight(spec.name, layer.weight(decoder.dtype))
+                        decoder.set_weight(layer.spec.name, layer.weight(decoder.dtype))
             if states is not None:
-                for index, h in enumerate(states):
+                for i, h in enumerate(states):
                     with torch.no_grad():
-                        states[index] = decoder.run_block(b, h)
-                    check_finite(states[index], f"block {b} (quantized)", index)
+                        states[i] = decoder.run_block(b, h)
+                    check_finite(states[i], f"block {b} (quantized)", mine[i])
                     progress.advance()
                 if b + 1 < decoder.n_blocks:
-                    store.save(_state(b + 1), {"h": torch.cat(states)})
+                    store.save(_state(b + 1), store.ranks.joined({"h": states}))
             else:
                 progress.advance()
             store.save(solved(b), layers, {"report": report})
@@ -124,6 +136,11 @@ def _parts(decoder: Decoder, b: int, targets: Sequence[LinearSpec]) -> list[list
         if spec.name in writers:
             parts.append([])
     return [part for part in parts if part]
+
+
+def _cost(spec: LinearSpec) -> int:
+    """In proportion to the time of a sweep."""
+    return spec.d_out * spec.d_in * (spec.d_out + spec.d_in)
 
 
 def _states_to_reach(
@@ -189,33 +206,37 @@ class Statistics:
         specs: Sequence[LinearSpec],
         states: Sequence[Tensor],
         aims: Mapping[str, Sequence[Tensor]],
+        lengths: Sequence[int],
+        ranks: Ranks,
     ) -> None:
         """Sum Σ w x̂x̂ᵀ over the inputs x̂ that ``specs`` get when ``states`` (of the quantized prefix) enter block b.
 
+        ``states`` and ``aims`` are of this rank's sequences, ``lengths`` and the sums of those of all ``ranks``.
         For those whose output is added to the hidden state, and for which ``aims`` has the state h to reach
         thereby, also Σ w r x̂ᵀ, r being the change of the output that would lead there from the state ĥ reached: h − ĥ,
         but for norms in between.
         """
-        lengths = [len(h) for h in states]
-        self.counts = {"n_sequences": len(states), "n_tokens": sum(lengths)}
-        weights = {
-            spec.name: self.stored[f"{spec.name}.token_weights"].to(decoder.device).split(lengths)
-            for spec in specs
-            if f"{spec.name}.token_weights" in self.stored
-        }
+        mine = ranks.share(len(lengths))
+        self.counts = {"n_sequences": len(lengths), "n_tokens": sum(lengths)}
+        weights = {}
+        for spec in specs:
+            if (w := self.stored.get(f"{spec.name}.token_weights")) is not None:
+                weights[spec.name] = w.to(decoder.device).split(list(lengths))[mine.start : mine.stop]
         for spec in specs:
             group = next(group for group in decoder.groups[b] if spec.name in group)
             unweighted = next((name for name in group if name not in weights), spec.name)
             self.owner[spec.name] = spec.name if spec.name in weights else unweighted
         owners = sorted({self.owner[spec.name] for spec in specs})
         chosen = {spec.name for spec in specs}
+        H_in: dict[str, Tensor] = {}
+        cross: dict[str, Tensor] = {}
         for index, h in enumerate(states):
             _, inputs, outputs = decoder.run_block_capturing(b, h, outputs=True, until=specs[-1].name)
             for owner in owners:
                 x = _seen(inputs, owner).float()
                 if owner in weights:
                     x = x * weights[owner][index].sqrt()[:, None]
-                _accumulate(self.H_in, owner, gram(x))
+                _accumulate(H_in, owner, gram(x))
             for writer in decoder.writers(b) if aims else ():
                 name = writer.name
                 if name not in outputs:
@@ -225,7 +246,9 @@ class Statistics:
                     wanted = writer.wanted(outputs[name].float(), (aims[name][index] - h).float())
                     if name in weights:
                         wanted = wanted * weights[name][index][:, None]
-                    _accumulate(self.cross, name, wanted.T @ inputs[name].float())
+                    _accumulate(cross, name, wanted.T @ inputs[name].float())
+        self.H_in |= ranks.total(H_in)
+        self.cross |= ranks.total(cross)
 
     def hessian(self, name: str) -> KroneckerHessian:
         """The factors to solve ``name`` with."""
