@@ -278,10 +278,10 @@ class Job:
         """The factors that the settings name, read and found to fit the linears, if they name any."""
         if self.settings.hessians is None:
             return None
-        model = self.data_facts["model"]
-        return self.ranks.from_first(lambda: self._checked_hessians(Path(self.settings.hessians or ""), model))
+        path, model = self.settings.hessians, self.data_facts["model"]
+        return self.ranks.from_first(lambda: self._checked_hessians(path, model))
 
-    def _checked_hessians(self, path: Path, model: str) -> Factors:
+    def _checked_hessians(self, path: str, model: str) -> Factors:
         given = Factors(path)
         given.require(self.flat_targets, model)
         given.check_values(self.progress)
@@ -291,6 +291,7 @@ class Job:
                 f"{one_sided} of {len(self.flat_targets)} linears have no H_out in {given.path}: they are rounded in "
                 "the one-sided metric of GPTQ."
             )
+        given.sha256  # noqa: B018 - all files are read for it, here for all ranks
         return given
 
     def _facts(self, quality: dict[str, Any] | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from bakron.errors import ConfigError, RankError
 T = TypeVar("T")
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
-TIMEOUT = timedelta(days=7)  # a rank may wait for rank 0's evaluation and export, or for another one's large layer
+TIMEOUT = timedelta(days=7)  # ranks wait while the first one evaluates, or another solves a large layer
 GRACE = 30.0  # seconds in which the launcher ends this process, once another one has died
 
 
@@ -125,12 +125,11 @@ class Launched(Ranks):
                 "out), so that each takes its own, or start a single process."
             )
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if device == "cuda" or (device == "auto" and there):
-            if self.local >= there:
-                raise ConfigError(
-                    f"device: expected a GPU for each process, seen {there} on the machine of process {self.local}. "
-                    f"Start at most {there} a machine (--nproc-per-node), or pass device cpu."
-                )
+        if (device == "cuda" or (device == "auto" and there)) and self.local >= there:
+            raise ConfigError(
+                f"device: expected a GPU for each process, seen {there} on the machine of rank {self.rank}. "
+                "Start no more processes there (--nproc-per-node), or pass device cpu."
+            )
 
     def from_first(self, work: Callable[[], T]) -> T:
         """Rank 0's result, pickled to the others."""
