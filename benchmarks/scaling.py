@@ -164,7 +164,8 @@ def operations(model: Model, tokens: int, sequences: int) -> dict[str, float]:
     active = model.over_blocks(lambda s: s.weights * s.tokens)
     attention_part = model.over_blocks(lambda s: s.weights * s.tokens * (s.part == 0))
     # collect: forward, forward again, gradients of the inputs; solve: inputs of each part, states to reach, forward
-    passes = 2 * (3 * active + 2 * active + 2 * attention_part + model.others / 2)
+    passes = 2 * (3 * active + 2 * active + 2 * attention_part)
+    passes += 4 * model.vocabulary * model.width  # the head, forward and backward
     per_token = model.over_blocks(
         lambda s: 2 * s.tokens * (s.weights + s.d_in**2 + s.weights * s.writes)  # G, H_in, cross
     )
@@ -232,8 +233,8 @@ def table(sequences: int, length: int, bits: int, group: int) -> list[str]:
             f"{host / GB:.1f} GB",
             f"{disk(model, tokens) / GB:,.0f} GB",
             f"{output(model, bits, group) / GB:,.1f} GB",
-            f"{time['sums'] / 60:.0f} min",
-            f"{time['solve'] / 60:.0f} min",
+            f"{time['sums'] / 60:.1f} min",
+            f"{time['solve'] / 60:.1f} min",
             f"{traffic(model, tokens, machine.n) / GB:,.0f} GB",
         )
         lines.append("| " + " | ".join(cells) + " |")

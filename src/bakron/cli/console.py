@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -10,7 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ def shared_run(quiet: bool) -> Iterator[tuple[Any, bool]]:
     if not ranks.first:
         warnings.simplefilter("ignore")
     try:
-        with contextlib.nullcontext() if ranks.first else contextlib.redirect_stdout(None):
+        with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if ranks.first else nowhere):
             yield ranks, quiet or not ranks.first
         ranks.close()
     except (BakronError, OSError) as error:

@@ -92,7 +92,7 @@ def make_plan(
         share_quantized=export.quantized_weights / export.all_weights,
         n_linears=sum(map(len, targets)),
         n_tokens=tokens,
-        seconds=_seconds(decoder, lengths, need) / min(n_ranks, len(lengths)) if tokens else None,
+        seconds=_seconds(decoder, lengths, need, n_ranks) if tokens else None,
         n_ranks=n_ranks,
     )
 
@@ -102,8 +102,8 @@ def _packed(n: int) -> int:
     return 2 * n * (n + 1)
 
 
-def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need) -> float:
-    """The time of one block's forward on one sequence, times the number of forwards that the stages cost."""
+def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need, n_ranks: int) -> float:
+    """The time of one block's forward on one sequence, times the number of forwards that a rank's stages cost."""
     h = decoder.embed(torch.zeros(max(lengths), dtype=torch.int64))
     seconds = []
     for _ in range(2):  # the first one warms up
@@ -117,4 +117,5 @@ def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need) -> float:
         + (1 if need.boundaries else 0)
         + (1.5 if need.H_in or (need.H_out and not need.gradients) else 0)
     )
-    return min(seconds) * decoder.n_blocks * sum(lengths) / max(lengths) * forwards
+    share = -(-len(lengths) // n_ranks) / len(lengths)
+    return min(seconds) * decoder.n_blocks * share * sum(lengths) / max(lengths) * forwards

@@ -19,7 +19,7 @@ from bakron.errors import ConfigError, RankError
 T = TypeVar("T")
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
-TIMEOUT = timedelta(days=7)  # ranks wait while the first one evaluates, or another solves a large layer
+TIMEOUT = timedelta(hours=24)  # ranks wait while the first one evaluates, or another solves a large layer
 GRACE = 30.0  # seconds in which the launcher ends this process, once another one has died
 
 

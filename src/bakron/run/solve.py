@@ -94,21 +94,14 @@ def solve_model(
             for part in _parts(decoder, b, targets[b]) if sequential else [targets[b]]:
                 if states is not None:
                     statistics.observe(decoder, b, part, states, aims, lengths, store.ranks)
-                found = {
-                    spec.name: _solve_linear(
-                        decoder, spec, statistics, settings, schemes[spec.name], scale_dtype
-                    )
-                    for spec, owner in zip(part, store.ranks.owners(list(map(_cost, part))), strict=True)
-                    if owner == store.ranks.rank
-                }
-                found = store.ranks.exchanged(found)
-                for layer, row in (found[spec.name] for spec in part):
+                found = _solve_part(decoder, part, statistics, settings, schemes, scale_dtype, store.ranks)
+                for spec, (layer, row) in zip(part, found, strict=True):
                     layers |= {
-                        f"{layer.spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")
+                        f"{spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")
                     }
                     report.append(row)
                     if sequential:
-                        decoder.set_weight(layer.spec.name, layer.weight(decoder.dtype))
+                        decoder.set_weight(spec.name, layer.weight(decoder.dtype))
             if states is not None:
                 for i, h in enumerate(states):
                     with torch.no_grad():
@@ -136,11 +129,6 @@ def _parts(decoder: Decoder, b: int, targets: Sequence[LinearSpec]) -> list[list
         if spec.name in writers:
             parts.append([])
     return [part for part in parts if part]
-
-
-def _cost(spec: LinearSpec) -> int:
-    """In proportion to the time of a sweep."""
-    return spec.d_out * spec.d_in * (spec.d_out + spec.d_in)
 
 
 def _states_to_reach(
@@ -271,6 +259,26 @@ def _accumulate(sums: dict[str, Tensor], key: str, term: Tensor) -> None:
     if key not in sums:
         sums[key] = torch.zeros_like(term, dtype=torch.float64)
     sums[key] += term
+
+
+def _solve_part(
+    decoder: Decoder,
+    part: Sequence[LinearSpec],
+    statistics: Statistics,
+    settings: Settings,
+    schemes: Mapping[str, Scheme],
+    scale_dtype: torch.dtype,
+    ranks: Ranks,
+) -> list[tuple[SolvedLayer, dict[str, Any]]]:
+    """Each linear of ``part`` rounded by one of the ranks, by the cost of its sweep, and what came of it, on all."""
+    owners = ranks.owners([spec.d_out * spec.d_in * (spec.d_out + spec.d_in) for spec in part])
+    found = {
+        spec.name: _solve_linear(decoder, spec, statistics, settings, schemes[spec.name], scale_dtype)
+        for spec, owner in zip(part, owners, strict=True)
+        if owner == ranks.rank
+    }
+    found = ranks.exchanged(found)
+    return [found[spec.name] for spec in part]
 
 
 def _solve_linear(
