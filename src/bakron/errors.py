@@ -58,6 +58,10 @@ class VerificationError(BakronError):
     """A checkpoint on disk is not what was solved; the message lists the layers that differ."""
 
 
+class RankError(BakronError):
+    """Another process of a run of several has ended, or cannot be reached."""
+
+
 class CertificateError(BakronError, ArithmeticError):
     """A kernel returned codes that are not those of the sweep's own definition."""
 

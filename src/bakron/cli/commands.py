@@ -11,7 +11,9 @@ from bakron.cli.console import (
     guarded,
     listener,
     print_json,
+    require_one_process,
     say,
+    shared_run,
     show_bits,
     show_layers,
     show_plan,
@@ -31,6 +33,8 @@ app = typer.Typer(
 
 app.add_typer(hessians)
 
+SHARED = ("quantize", "collect", "solve", "compare")  # commands whose work several processes can share
+
 Model = Annotated[str, typer.Argument(help="Directory or hub name of the original model.", metavar="MODEL")]
 Out = Annotated[Path, typer.Argument(help="New directory for the checkpoint.", metavar="OUT")]
 WorkDir = Annotated[Path, typer.Argument(help="Directory in which the stages meet.", metavar="WORK")]
@@ -48,11 +52,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand not in SHARED:
+        with guarded():
+            require_one_process(str(context.invoked_subcommand))
 
 
 @app.command()
@@ -74,7 +81,7 @@ def quantize(
     Run the same command again after an interruption: finished work is used again.
     """
     work = work or out.with_name(out.name + ".work")
-    with guarded(work):
+    with guarded(work), shared_run(quiet) as (ranks, quiet):
         from bakron.run.pipeline import quantize as run
 
         record = run(
@@ -87,6 +94,7 @@ def quantize(
             recipe=recipe,
             progress=listener(quiet),
             on_plan=None if quiet else show_plan,
+            ranks=ranks,
             **settings,
         )
         _show_record(record, out, quiet, as_json)
@@ -98,7 +106,7 @@ def collect(
     model: Model, work: WorkDir, recipe: Recipe = None, quiet: Quiet = False, **settings: Any
 ) -> None:
     """Stage 1: make WORK, with the settings and the Hessian factors."""
-    with guarded(work):
+    with guarded(work), shared_run(quiet) as (ranks, quiet):
         from bakron.run.stages import collect as run
 
         run(
@@ -107,6 +115,7 @@ def collect(
             recipe=recipe,
             progress=listener(quiet),
             on_plan=None if quiet else show_plan,
+            ranks=ranks,
             **settings,
         )
         say(f"Collected. Next: bakron solve {work}", quiet)
@@ -116,10 +125,11 @@ def collect(
 @with_settings(only=SOLVE)
 def solve(work: WorkDir, quiet: Quiet = False, **settings: Any) -> None:
     """Stage 2: round the linears of what was collected in WORK; options change what collect was told."""
-    with guarded(work):
+    with guarded(work), shared_run(quiet) as (ranks, quiet):
         from bakron.run.stages import solve as run
 
-        run(work, progress=listener(quiet), on_plan=None if quiet else show_plan, **settings)
+        on_plan = None if quiet else show_plan
+        run(work, progress=listener(quiet), on_plan=on_plan, ranks=ranks, **settings)
         say(f"Solved. Next: bakron export {work} OUT", quiet)
 
 
@@ -207,7 +217,7 @@ def compare(
 ) -> None:
     """Compare methods on one model: one collection, one held-out text, one table."""
     work = work or Path(Path(model).resolve().name + ".compare.work")
-    with guarded(work):
+    with guarded(work), shared_run(quiet) as (ranks, quiet):
         from bakron.run.compare import compare as run
         from bakron.run.store import remove_work
         from bakron.run.variants import make_variants
@@ -221,9 +231,10 @@ def compare(
             sequence_length=eval_sequence_length,
             progress=listener(quiet),
             on_plan=None if quiet else show_plan,
+            ranks=ranks,
         )
         if not keep_work:
-            remove_work(work)
+            ranks.from_first(lambda: remove_work(work))
         print_json(rows) if as_json else show_quality(rows)
 
 

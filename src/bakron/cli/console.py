@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.progress import TimeRemainingColumn as TimeLeftColumn
 from rich.table import Table
 
-from bakron.errors import BakronError
+from bakron.errors import BakronError, ConfigError
 
 PIPE_WIDTH = 160  # columns, when nobody's terminal says how wide it is
 LINE_EVERY = 60.0  # seconds between lines of a long stage, when stderr is no terminal
@@ -122,6 +124,45 @@ def listener(quiet: bool) -> Any:
 
 
 @contextmanager
+def shared_run(quiet: bool) -> Iterator[tuple[Any, bool]]:
+    """Within, the processes of this run (``bakron.run.ranks.Ranks``), and whether this one is to be quiet.
+
+    All but the first are, and what they print goes nowhere.  An error names the process it comes from, and what all run
+    into is said by one of them; the others end without an error, so that the launcher gives it the time to.
+    """
+    from bakron.run.ranks import launched
+
+    ranks = launched()
+    if not ranks.first:
+        warnings.simplefilter("ignore")
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if ranks.first else nowhere):
+            yield ranks, quiet or not ranks.first
+        ranks.close()
+    except (BakronError, OSError) as error:
+        if not ranks.first_to_say(str(error)):
+            raise typer.Exit from None
+        if ranks.size > 1:
+            raise BakronError(f"rank {ranks.rank} of {ranks.size}: {error}") from error
+        raise
+    except KeyboardInterrupt:
+        if not ranks.first:
+            raise typer.Exit(INTERRUPTED) from None
+        raise
+
+
+def require_one_process(command: str) -> None:
+    """End this process without a word unless it is the first; raise ConfigError if it is the first of several."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if os.environ.get("RANK", "0") != "0":
+            raise typer.Exit
+        raise ConfigError(
+            f"bakron {command} does all its work in one process, and {os.environ['WORLD_SIZE']} were started. Run it "
+            "without torchrun; quantize, collect, solve and compare share theirs."
+        )
+
+
+@contextmanager
 def guarded(kept: Path | None = None) -> Iterator[None]:
     """Within, a named error or one of the file system becomes one message and exit code 2, Ctrl-C one and 130.
 
@@ -148,7 +189,8 @@ def show_plan(plan: Any) -> None:
     table = Table(show_header=False)
     parts = (("model", plan.model), ("factors", plan.factors), ("states", plan.boundaries))
     detail = ", ".join(f"{name} {size(n)}" for name, n in (*parts, ("activations", plan.activations)))
-    table.add_row("memory", f"{size(plan.memory)} ({detail})")
+    each = f" in each of {plan.n_ranks} processes" if plan.n_ranks > 1 else ""
+    table.add_row("memory", f"{size(plan.memory)}{each} ({detail})")
     table.add_row("disk", f"{size(plan.disk)} of work, {size(plan.output)} of output")
     if plan.seconds is None:
         table.add_row("time", "little: no calibration data is read")

@@ -28,6 +28,11 @@ class Squares:
             self.total = self.total + torch.linalg.vector_norm(self._pending, dtype=torch.float64).square()
             self._pending = None
 
+    @property
+    def whole(self) -> Tensor:
+        """``total`` as a float64 tensor (1,)."""
+        return torch.as_tensor(self.total, dtype=torch.float64).reshape(1)
+
 
 def relative_error(H: Tensor, squares: float, n: int) -> float:
     """√(E‖H − E H‖²_F)/‖H‖_F, estimated, of H = Σ_s h_s / N with n independent PSD terms h_s; squares: Σ_s ‖h_s‖²_F / N².

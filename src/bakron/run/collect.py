@@ -2,7 +2,7 @@
 
 One forward over all sequences stores the state that enters every block; a backward for each pass of the estimator that
 needs gradients, block by block from the last, re-runs each block from its stored state. Only the factors of a single
-block are ever in memory.
+block are ever in memory. Each rank runs its share of the sequences; what it makes is joined or added up on the first.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bakron.estimators import Estimator, Iterated, Local, get_estimator, number_
 from bakron.models import Decoder, Viewer
 from bakron.run.factors import LAYOUT, unpacked
 from bakron.run.progress import Progress, stage
+from bakron.run.ranks import ALONE, Ranks
 from bakron.run.store import Store
 
 REPLAY_CHECKED = (
@@ -113,9 +114,9 @@ def collect(
     seed: int,
     progress: Progress,
 ) -> None:
-    """Fill ``store`` with what ``need`` says; finished pieces are kept.
+    """Fill ``store`` with what ``need`` says, together with all ranks of the store; finished pieces are kept.
 
-    Raises NonFiniteError naming block and sequence, ModelError when blocks run by themselves are not the model's own.
+    sequences: all of the run.  Raises NonFiniteError naming block and sequence, ModelError when blocks run by themselves are not the model's own.
     """
     in_forward = need.factors and not get_estimator(need.estimator).needs_gradients
     _embed(decoder, sequences, store)
@@ -138,9 +139,10 @@ def check_finite(states: Tensor, what: str, index: int) -> None:
 
 def _embed(decoder: Decoder, sequences: Sequence[Tensor], store: Store) -> None:
     if not store.has(boundary(0)):
-        decoder.check_replay(sequences[0][:REPLAY_CHECKED].to(decoder.device))
-        states = [decoder.embed(ids.to(decoder.device)) for ids in sequences]
-        store.save(boundary(0), {"h": torch.cat(states)})
+        first = sequences[0][:REPLAY_CHECKED].to(decoder.device)
+        store.ranks.from_first(lambda: decoder.check_replay(first))
+        states = [decoder.embed(sequences[i].to(decoder.device)) for i in store.ranks.share(len(sequences))]
+        store.save(boundary(0), store.ranks.joined({"h": states}))
 
 
 def _forward(
@@ -151,27 +153,27 @@ def _forward(
     progress: Progress,
 ) -> None:
     """Store the states that enter each block, and on the way the factors if their first pass ``need``s no gradients."""
-    lengths = [len(ids) for ids in sequences]
-    with stage(progress, "forward through the original model", decoder.n_blocks * len(sequences)):
+    lengths, mine = [len(ids) for ids in sequences], store.ranks.share(len(sequences))
+    with stage(progress, "forward through the original model", decoder.n_blocks * len(mine)):
         states = None
         for b in range(decoder.n_blocks):
             if store.has(boundary(b + 1)) and (need is None or _passed(store, need, 0, b)):
-                progress.advance(len(sequences))
+                progress.advance(len(mine))
                 states = None
                 continue
             states = load_states(store, boundary(b), lengths, decoder) if states is None else states
             sums = _Sums.of(decoder, need, 0, b, store) if need else None
-            for index, h in enumerate(states):
+            for i, h in enumerate(states):
                 if sums:
-                    states[index] = sums.run(h)
+                    states[i] = sums.run(h)
                 else:
                     with torch.no_grad():
-                        states[index] = decoder.run_block(b, h)
-                check_finite(states[index], f"block {b}", index)
+                        states[i] = decoder.run_block(b, h)
+                check_finite(states[i], f"block {b}", mine[i])
                 progress.advance()
             if sums and need:
                 store.save(_factors_after(need, 0, b), *sums.finish(sequences))
-            store.save(boundary(b + 1), {"h": torch.cat(states)})
+            store.save(boundary(b + 1), store.ranks.joined({"h": states}))
 
 
 def _head_gradients(
@@ -185,9 +187,9 @@ def _head_gradients(
     if store.has(_gradient(need, last)) or store.has(factors(need, last - 1)):
         return
     gradients = []
-    lengths = [len(ids) for ids in sequences]
-    with stage(progress, "labels and gradients at the head", len(sequences)):
-        for index, h in enumerate(load_states(store, boundary(last), lengths, decoder)):
+    lengths, mine = [len(ids) for ids in sequences], store.ranks.share(len(sequences))
+    with stage(progress, "labels and gradients at the head", len(mine)):
+        for index, h in zip(mine, load_states(store, boundary(last), lengths, decoder), strict=True):
             generator = torch.Generator().manual_seed(1_000_003 * seed + index)
             following = sequences[index][1:].to(decoder.device)
             for _ in range(need.label_samples):
@@ -200,7 +202,7 @@ def _head_gradients(
                 check_finite(gradient, "gradient at the head", index)
                 gradients.append(gradient)
             progress.advance()
-    store.save(_gradient(need, last), {"g": torch.cat(gradients)})
+    store.save(_gradient(need, last), store.ranks.joined({"g": gradients}))
 
 
 def _split(following: Tensor, n: int) -> list[Tensor]:
@@ -241,29 +243,29 @@ def _backward(
 
     Every pass starts from the same gradient at the head, which the last one removes.
     """
-    lengths = [len(ids) for ids in sequences]
-    samples = need.label_samples
+    lengths, mine, samples = (
+        [len(ids) for ids in sequences],
+        store.ranks.share(len(sequences)),
+        need.label_samples,
+    )
     label = "backward through the original model" + (
         f", pass {p + 1} of {need.passes}" if need.passes > 1 else ""
     )
-    with stage(progress, label, decoder.n_blocks * len(sequences) * samples):
+    with stage(progress, label, decoder.n_blocks * len(mine) * samples):
         for b in reversed(range(decoder.n_blocks)):
             if _passed(store, need, p, b):
                 _drop_pass(store, need, p - 1, b)
-                progress.advance(len(sequences) * samples)
+                progress.advance(len(mine) * samples)
                 continue
             states = load_states(store, boundary(b), lengths, decoder)
-            behind = store.load(_gradient(need, b + 1))["g"].to(decoder.device)
-            gradients = list(behind.split([length for length in lengths for _ in range(samples)]))
-            del behind
+            gradients = load_states(store, _gradient(need, b + 1), lengths, decoder, "g", samples)
             sums = _Sums.of(decoder, need, p, b, store, samples)
             for i, gradient in enumerate(gradients):
-                index = i // samples
-                gradients[i] = decoder.backward_block(b, states[index], gradient, sums.add)
-                check_finite(gradients[i], f"gradient at block {b}", index)
+                gradients[i] = decoder.backward_block(b, states[i // samples], gradient, sums.add)
+                check_finite(gradients[i], f"gradient at block {b}", mine[i // samples])
                 progress.advance()
             if b:
-                store.save(_gradient(need, b), {"g": torch.cat(gradients)})
+                store.save(_gradient(need, b), store.ranks.joined({"g": gradients}))
             store.save(_factors_after(need, p, b), *sums.finish(sequences))
             _drop_pass(store, need, p - 1, b)
             if b + 1 < decoder.n_blocks or p == need.passes - 1:
@@ -272,7 +274,7 @@ def _backward(
 
 @dataclass
 class _Sums:
-    """Float64 sums of an estimator's terms over the sequences, for the linears of one block, in one pass.
+    """Float64 sums of an estimator's terms over this rank's sequences, for the linears of one block, in one pass.
 
     done: how many passes there were before.  previous: the factors that they left.  samples: how many times each sequence
     is added, one after the other.  source: what the factors are of, and what earlier passes say of their H_out.
@@ -282,6 +284,7 @@ class _Sums:
     b: int
     estimator: Estimator
     want_in: bool
+    ranks: Ranks = ALONE
     done: int = 0
     previous: dict[str, Tensor] = field(default_factory=dict)
     samples: int = 1
@@ -304,7 +307,8 @@ class _Sums:
         source |= {"estimator": need.estimator, **({"labels": need.labels} if need.gradients else {})}
         source |= {"label_samples": need.label_samples} if need.gradients and need.label_samples > 1 else {}
         source |= {"squares_out": store.metadata(piece).get("squares_out", {})} if p else {}
-        return cls(decoder, b, get_estimator(need.estimator), want_in, p, previous, samples, source=source)
+        estimator = get_estimator(need.estimator)
+        return cls(decoder, b, estimator, want_in, store.ranks, p, previous, samples, source=source)
 
     def run(self, h: Tensor) -> Tensor:
         """Run the block on h (T, d), add one sequence's terms for all linears, and return the block's output (T, d)."""
@@ -338,16 +342,20 @@ class _Sums:
             self.weights.setdefault(f"{name}.token_weights", []).append(weights)
 
     def finish(self, sequences: Sequence[Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The means, packed, the token weights' over samples, and the metadata; factors without a term stay as they are.
+        """The means over ``sequences``, those of all ranks, packed, the token weights' over samples, and the metadata.
 
+        Factors without a term in this pass stay as they are. Only the first rank's are whole.
         To be called once: the sums are divided in place.
         """
+        totals = self.ranks.total(self.sums)
+        squares = self.ranks.total({name: of.whole for name, of in self.squares.items()})
+        weights = self.ranks.joined({key: _means(parts, self.samples) for key, parts in self.weights.items()})
         counts = {"n_sequences": len(sequences), "n_tokens": sum(map(len, sequences))}
         count = counts["n_tokens" if self.estimator.per_token else "n_sequences"] * self.samples
         tensors = {k: v for k, v in self.previous.items() if self.want_in or not k.endswith(".H_in")}
-        tensors |= {key: total.div_(count) for key, total in self.sums.items()}
+        tensors |= {key: total.div_(count) for key, total in totals.items()}
         tensors = {k: pack(v) if k.endswith((".H_in", ".H_out")) else v for k, v in tensors.items()}
-        tensors |= {key: torch.cat(_means(parts, self.samples)) for key, parts in self.weights.items()}
+        tensors |= weights
         shared = {spec.name: self._first(spec.name) for spec in self.decoder.linears[self.b]}
         shared = {
             name: first
@@ -356,8 +364,8 @@ class _Sums:
         }
         facts = {"layout": LAYOUT, **counts, **self.source, "shared_H_in": shared}
         facts["data"] = [fingerprint([ids])[:16] for ids in sequences]
-        if self.squares:
-            facts["squares_out"] = {name: float(of.total) / count**2 for name, of in self.squares.items()}
+        if squares:
+            facts["squares_out"] = {name: float(total) / count**2 for name, total in squares.items()}
         return tensors, facts
 
     def _first(self, name: str) -> str:
@@ -382,6 +390,15 @@ def _means(parts: Sequence[Tensor], n: int) -> list[Tensor]:
     return [torch.stack(list(parts[i : i + n])).mean(0) for i in range(0, len(parts), n)]
 
 
-def load_states(store: Store, piece: str, lengths: Sequence[int], decoder: Decoder) -> list[Tensor]:
-    """The states that ``piece`` holds, one (T, d) tensor a sequence, on the decoder's device."""
-    return list(store.load(piece)["h"].to(decoder.device).split(list(lengths)))
+def load_states(
+    store: Store, piece: str, lengths: Sequence[int], decoder: Decoder, key: str = "h", samples: int = 1
+) -> list[Tensor]:
+    """Of the states that ``piece`` holds those of this rank's sequences, (T, d) each, on the decoder's device.
+
+    lengths: T of all sequences.  samples: how many states there are of each sequence, one after the other.
+    """
+    mine = store.ranks.share(len(lengths))
+    own = [length for length in lengths[mine.start : mine.stop] for _ in range(samples)]
+    start = samples * sum(lengths[: mine.start])
+    rows = store.rows(piece, key, start, start + sum(own))
+    return list(rows.to(decoder.device).split(own)) if own else []

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bakron.errors import ConfigError
-from bakron.evals.quality import Quality
+from bakron.evals.quality import Quality, Reference
 from bakron.run.evaluation import Evaluation
 from bakron.run.pipeline import Job
 from bakron.run.plan import Plan
 from bakron.run.progress import Progress, Silent
+from bakron.run.ranks import ALONE, Ranks
 from bakron.run.rules import bits_text
 from bakron.run.settings import Settings
 from bakron.run.store import require_space
@@ -28,11 +30,13 @@ def compare(
     sequence_length: int | None = None,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[dict[str, Any]]:
     """A row for the original and for each of ``variants`` (label → settings): perplexity, KL, p99, top-1, bits, seconds.
 
     All variants share calibration text and seed, so what is collected for one serves the others; finished pieces are
     kept in ``work`` and used again.  evaluation: held-out text.  on_plan: called with the plan before work starts.
+    ranks: the processes that share the work, all of which make this call; the first one evaluates.
     Raises ConfigError when the variants differ in their data, and whatever is wrong with any of them, before work starts.
     """
     _require_same_data(variants)
@@ -41,26 +45,43 @@ def compare(
     decoder = None
     for label, settings in variants.items():
         jobs[label] = Job(
-            str(model), settings, work / "runs" / label, progress, work / "collected", loaded=decoder
+            str(model), settings, work / "runs" / label, progress, work / "collected", ranks, loaded=decoder
         )
         decoder = jobs[label].decoder
     if decoder is None:
         raise ConfigError("compare: expected at least one method, seen none.")
-    held_out = Evaluation.of(decoder, evaluation, **_given(n_sequences, sequence_length))
-    plan = _together([job.plan() for job in jobs.values()])
-    if on_plan:
-        on_plan(plan)
-    require_space(work, plan.disk, "the work directory")
-    reference, original = held_out.reference(decoder, progress)
-    rows: list[dict[str, Any]] = [{"label": "original", **dataclasses.asdict(original)}]
+    held_out = ranks.from_first(
+        lambda: Evaluation.of(decoder, evaluation, **_given(n_sequences, sequence_length))
+    )
+    ranks.from_first(lambda: _announce(list(jobs.values()), work, on_plan))
+    of_original = held_out.reference(decoder, progress) if ranks.first else None
+    rows: list[dict[str, Any]] = []
     for label in variants:
         job = jobs.pop(label)  # so that its decoder goes when the next one comes
-        if len(rows) > 1:
+        if rows:
             job.reload()  # the variant before has changed the weights
         job.collect()
         job.solve()
-        rows.append(_row(label, job, held_out.of_model(job.decoder, reference, progress)))
-    return rows
+        rows.append(ranks.from_first(functools.partial(_measured, label, job, held_out, of_original)))
+    original = ranks.from_first(lambda: of_original and of_original[1])
+    assert original is not None
+    return [{"label": "original", **dataclasses.asdict(original)}, *rows]
+
+
+def _announce(jobs: Sequence[Job], work: Path, on_plan: Callable[[Plan], None] | None) -> None:
+    """Make the plan of all jobs, show it to ``on_plan``, and raise DiskSpaceError unless there is room for it."""
+    plan = _together([job.plan() for job in jobs])
+    if on_plan:
+        on_plan(plan)
+    require_space(work, plan.disk, "the work directory")
+
+
+def _measured(
+    label: str, job: Job, held_out: Evaluation, of_original: tuple[Reference, Quality] | None
+) -> dict[str, Any]:
+    """The row of a solved job."""
+    assert of_original is not None
+    return _row(label, job, held_out.of_model(job.decoder, of_original[0], job.progress))
 
 
 def _row(label: str, job: Job, quality: Quality) -> dict[str, Any]:

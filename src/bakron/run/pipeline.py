@@ -29,6 +29,7 @@ from bakron.run.evaluation import Evaluation
 from bakron.run.factors import LAYOUT, Factors
 from bakron.run.plan import Plan, make_plan
 from bakron.run.progress import Progress, Silent, stage
+from bakron.run.ranks import ALONE, Ranks
 from bakron.run.rules import bits_text, check_rules, scheme_of
 from bakron.run.settings import Settings
 from bakron.run.solve import load_solved, solve_model, solved
@@ -41,7 +42,7 @@ REPORT = "bakron.json"
 class Job:
     """One model and one group of settings: everything that the stages share, checked before any work.
 
-    loaded: the decoder, if it is in memory already.
+    loaded: the decoder, if it is in memory already.  ranks: the processes that share the work, each with a job like this.
     Raises ModelError, FormatError, DataError or ConfigError from its constructor for whatever can be known by then.
     """
 
@@ -50,6 +51,7 @@ class Job:
     work: Path
     progress: Progress = dataclasses.field(default_factory=Silent)
     collected_in: Path | None = None
+    ranks: Ranks = ALONE
     loaded: InitVar[Decoder | None] = None
 
     def __post_init__(self, loaded: Decoder | None) -> None:
@@ -59,6 +61,7 @@ class Job:
                 f"calibration: method {settings.method} needs text. Pass a .txt, .jsonl or .safetensors file of token "
                 "ids, or the name of a hub dataset."
             )
+        self.ranks.require_device(settings.device)
         self.decoder = loaded or load(self.model, settings)
         self.targets = [
             [spec for spec in specs if not any(re.search(pattern, spec.name) for pattern in settings.skip)]
@@ -78,7 +81,7 @@ class Job:
         self.exporter = get_exporter(settings.format)
         self.exporter.check(self.by_scheme)
         self.export_plan: ExportPlan = plan_export(self.source, self.exporter, self._stored_schemes())
-        self.sequences = self._sequences()
+        self.sequences = self.ranks.from_first(self._sequences)
         self.hessians = self._given_hessians()
 
     @property
@@ -130,7 +133,7 @@ class Job:
     def data_facts(self) -> dict[str, Any]:
         """What collected work depends on, whatever will be solved from it."""
         return {
-            "model": model_fingerprint(self.source),
+            "model": self.ranks.from_first(lambda: model_fingerprint(self.source)),
             "calibration": fingerprint(self.sequences),
             "n_sequences": self.settings.n_sequences,
             "sequence_length": self.settings.sequence_length,
@@ -145,7 +148,7 @@ class Job:
     @cached_property
     def collected(self) -> Store:
         """The store of boundary states and factors."""
-        return Store(self.collected_in or self.work / "collected", self.data_facts)
+        return Store(self.collected_in or self.work / "collected", self.data_facts, self.ranks)
 
     @cached_property
     def solved(self) -> Store:
@@ -163,7 +166,7 @@ class Job:
         facts |= {"estimator": self.settings.estimator_name, "aim": self.settings.aim_used}
         if self.hessians:
             facts["hessians"] = self.hessians.sha256
-        return Store(self.work / "solved", facts)
+        return Store(self.work / "solved", facts, self.ranks)
 
     def plan(self) -> Plan:
         """Memory, disk and time that the run will need."""
@@ -174,6 +177,7 @@ class Job:
             self.need,
             self.export_plan,
             given=self.hessians is not None,
+            n_ranks=self.ranks.size,
         )
 
     def reload(self) -> None:
@@ -275,8 +279,12 @@ class Job:
         """The factors that the settings name, read and found to fit the linears, if they name any."""
         if self.settings.hessians is None:
             return None
-        given = Factors(self.settings.hessians)
-        given.require(self.flat_targets, self.data_facts["model"])
+        path, model = self.settings.hessians, self.data_facts["model"]
+        return self.ranks.from_first(lambda: self._checked_hessians(path, model))
+
+    def _checked_hessians(self, path: str, model: str) -> Factors:
+        given = Factors(path)
+        given.require(self.flat_targets, model)
         given.check_values(self.progress)
         if self.settings.percdamp_out == "auto" and self.settings.method == "bakron":
             given.require_errors(self.flat_targets)
@@ -286,6 +294,7 @@ class Job:
                 f"{one_sided} of {len(self.flat_targets)} linears have no H_out in {given.path}: they are rounded in "
                 "the one-sided metric of GPTQ."
             )
+        given.sha256  # noqa: B018 - all files are read for it, here for all ranks
         return given
 
     def _facts(self, quality: dict[str, Any] | None) -> dict[str, Any]:
@@ -379,6 +388,7 @@ def quantize(
     recipe: str | Path | None = None,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
+    ranks: Ranks = ALONE,
     **settings: Any,
 ) -> dict[str, Any]:
     """Quantize the linears of ``model`` (directory or hub name) and write a checkpoint to ``out``; returns its record.
@@ -387,7 +397,8 @@ def quantize(
     call again after an interruption to resume to identical bytes.  keep_work: keep it afterwards.
     evaluation: held-out text; perplexity, KL and top-1 agreement before and after go into the model card.
     recipe: a TOML file of settings.  settings: the fields of ``Settings``; they win over the recipe.
-    on_plan: called with the plan before work starts.
+    on_plan: called with the plan before work starts.  ranks: the processes that share the work (``bakron.run.ranks``), all
+    of which make this call; ``on_plan`` is called on the first.
 
     Raises the named errors of ``bakron.errors``, before work starts where it can be known.
     """
@@ -396,26 +407,36 @@ def quantize(
     chosen = Settings.load(recipe, **{**settings, **paths})
     require_free_output(out, overwrite)
     work = Path(work) if work else out.with_name(out.name + ".work")
-    job = Job(str(model), chosen, work, progress or Silent())
+    job = Job(str(model), chosen, work, progress or Silent(), ranks=ranks)
     check_output(job.source, out, overwrite)
-    held_out = Evaluation.of(job.decoder, evaluation) if evaluation else None
-    plan = job.plan()
-    if on_plan:
-        on_plan(plan)
-    require_space(work, plan.disk, "the work directory")
-    require_space(out, plan.output, "the checkpoint")
-    if (work / "solved").exists():
+    held_out = Evaluation.of(job.decoder, evaluation) if evaluation and ranks.first else None
+    ranks.from_first(lambda: announce(job, on_plan, out))
+    if ranks.from_first((work / "solved").exists):
         job.solved  # noqa: B018 - refuses layers solved with other settings before anything is collected
     before = held_out.reference(job.decoder, job.progress) if held_out else None
     job.collect()
     job.solve()
-    quality = None
-    if held_out and before:
-        quality = held_out.facts(before[1], held_out.of_model(job.decoder, before[0], job.progress))
-    job.export(out, quality, overwrite)
-    if not keep_work:
-        remove_work(work)
-    return json.loads((out / REPORT).read_text())
+
+    def finish() -> dict[str, Any]:
+        quality = None
+        if held_out and before:
+            quality = held_out.facts(before[1], held_out.of_model(job.decoder, before[0], job.progress))
+        job.export(out, quality, overwrite)
+        if not keep_work:
+            remove_work(work)
+        return json.loads((out / REPORT).read_text())
+
+    return ranks.from_first(finish)
+
+
+def announce(job: Job, on_plan: Callable[[Plan], None] | None, out: Path | None = None) -> None:
+    """Make the plan of ``job``, show it to ``on_plan``, and raise DiskSpaceError unless there is room for it, and in ``out``."""
+    plan = job.plan()
+    if on_plan:
+        on_plan(plan)
+    require_space(job.work, plan.disk, "the work directory")
+    if out:
+        require_space(out, plan.output, "the checkpoint")
 
 
 def require_free_output(out: Path, overwrite: bool) -> None:

@@ -20,7 +20,8 @@ MATRICES_IN_SOLVE = 12  # W-sized float32 working copies while one linear is sol
 class Plan:
     """What a run will need. memory, disk, output: bytes.  seconds: a rough estimate, None without calibration data.
 
-    memory = model + factors of one block + boundary states of one block (+ a single sequence's activations).
+    memory = model + factors of one block + boundary states of one block (+ a single sequence's activations), in each of
+    n_ranks processes.
     disk is that of the work directory at its largest; output that of the checkpoint.
     """
 
@@ -35,10 +36,11 @@ class Plan:
     n_linears: int
     n_tokens: int
     seconds: float | None
+    n_ranks: int = 1
 
     @property
     def memory(self) -> int:
-        """Bytes of all that is in memory at the same time."""
+        """Bytes of all that is in memory at the same time, of the process that needs most."""
         return self.model + self.factors + self.boundaries + self.activations
 
 
@@ -49,8 +51,12 @@ def make_plan(
     need: Need,
     export: ExportPlan,
     given: bool = False,
+    n_ranks: int = 1,
 ) -> Plan:
-    """The plan for ``targets`` and calibration sequences of ``lengths``; given: with factors from elsewhere."""
+    """The plan for ``targets`` and calibration sequences of ``lengths``, shared by ``n_ranks`` processes.
+
+    given: with factors from elsewhere.
+    """
     tokens, longest = sum(lengths), max(lengths, default=0)
     itemsize = decoder.dtype.itemsize
     model = sum(parameter.numel() * parameter.element_size() for parameter in decoder.model.parameters())
@@ -65,6 +71,10 @@ def make_plan(
     largest = max(4 * MATRICES_IN_SOLVE * s.d_out * s.d_in + 24 * (s.d_in**2 + s.d_out**2) for s in specs)
     held = sum(4 * (s.d_in**2 + s.d_out**2) for s in specs)
     state = tokens * decoder.hidden_size * itemsize
+    share = -(-state // n_ranks)
+    gathered, arriving = 0, 0  # all states on the first rank, in pieces and joined; a sum of the rank before
+    if n_ranks > 1:
+        gathered, arriving = 2 * need.label_samples * state, 8 * max(max(s.d_in, s.d_out) ** 2 for s in specs)
     wide = sum(s.d_in + s.d_out for s in specs)
     activations = longest * wide * itemsize * 3 + min(longest, HEAD_CHUNK) * decoder.vocab_size * 4 * 5
     stored = decoder.n_blocks * sum(_packed(s.d_out) + 4 * tokens for s in specs) if need.H_out else 0
@@ -74,8 +84,8 @@ def make_plan(
     codes = sum(s.d_out * s.d_in * 2 for specs in targets for s in specs)
     return Plan(
         model=model,
-        factors=largest + (sums if tokens else 0) + (held if given else 0),
-        boundaries=3 * state + 2 * gradients,
+        factors=largest + (sums + arriving if tokens else 0) + (held if given else 0),
+        boundaries=(3 + 2 * need.label_samples) * share + gathered,
         activations=activations if tokens else 0,
         disk=boundaries + 3 * gradients + stored + between + codes,
         output=export.total_bytes,
@@ -83,7 +93,8 @@ def make_plan(
         share_quantized=export.quantized_weights / export.all_weights,
         n_linears=sum(map(len, targets)),
         n_tokens=tokens,
-        seconds=_seconds(decoder, lengths, need) if tokens else None,
+        seconds=_seconds(decoder, lengths, need, n_ranks) if tokens else None,
+        n_ranks=n_ranks,
     )
 
 
@@ -92,8 +103,8 @@ def _packed(n: int) -> int:
     return 2 * n * (n + 1)
 
 
-def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need) -> float:
-    """The time of one block's forward on one sequence, times the number of forwards that the stages cost."""
+def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need, n_ranks: int) -> float:
+    """The time of one block's forward on one sequence, times the number of forwards that a rank's stages cost."""
     h = decoder.embed(torch.zeros(max(lengths), dtype=torch.int64))
     seconds = []
     for _ in range(2):  # the first one warms up
@@ -107,4 +118,5 @@ def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need) -> float:
         + (1 if need.boundaries else 0)
         + (1.5 if need.H_in or (need.H_out and not need.gradients) else 0)
     )
-    return min(seconds) * decoder.n_blocks * sum(lengths) / max(lengths) * forwards
+    share = -(-len(lengths) // n_ranks) / len(lengths)
+    return min(seconds) * decoder.n_blocks * share * sum(lengths) / max(lengths) * forwards

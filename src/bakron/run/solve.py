@@ -1,4 +1,7 @@
-"""Second stage: round the linears block by block, with static factors or with inputs from the quantized prefix."""
+"""Second stage: round the linears block by block, with static factors or with inputs from the quantized prefix.
+
+Each rank runs its share of the sequences, and rounds its share of the linears whose inputs are taken at the same time.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ from bakron.quantizers import fitted
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
 from bakron.run.factors import COUNTS, Factors, of_piece
 from bakron.run.progress import Progress, stage
+from bakron.run.ranks import Ranks
 from bakron.run.rules import bits_text
 from bakron.run.settings import Settings
 from bakron.run.store import Store
@@ -58,13 +62,16 @@ def solve_model(
     store: Store,
     progress: Progress,
 ) -> None:
-    """Fill ``store`` with the solved ``targets`` of every block; finished blocks are kept. Weights of ``decoder`` change.
+    """Fill ``store`` with the solved ``targets`` of every block, together with all its ranks; finished blocks are kept.
+    Weights of ``decoder`` change.
 
+    lengths: of all sequences.
     schemes: of the targets, by name.  collected: what ``collect`` made of ``need``, or given factors; None when no data is
     used.  scale_dtype: of the scales in the checkpoint.
     """
     sequential = settings.sequential
-    steps = len(lengths) if sequential else 1
+    mine = store.ranks.share(len(lengths))
+    steps = len(mine) if sequential else 1
     with stage(
         progress, f"solve ({settings.method}, {bits_text(schemes.values())} bit)", decoder.n_blocks * steps
     ):
@@ -90,11 +97,9 @@ def solve_model(
             layers, report = {}, []
             for part in _parts(decoder, b, targets[b]) if sequential else [targets[b]]:
                 if states is not None:
-                    statistics.observe(decoder, b, part, states, aims)
-                for spec in part:
-                    layer, row = _solve_linear(
-                        decoder, spec, statistics, settings, schemes[spec.name], scale_dtype
-                    )
+                    statistics.observe(decoder, b, part, states, aims, lengths, store.ranks)
+                found = _solve_part(decoder, part, statistics, settings, schemes, scale_dtype, store.ranks)
+                for spec, (layer, row) in zip(part, found, strict=True):
                     layers |= {
                         f"{spec.name}.{key}": getattr(layer, key) for key in ("codes", "scale", "zero")
                     }
@@ -102,13 +107,13 @@ def solve_model(
                     if sequential:
                         decoder.set_weight(spec.name, layer.weight(decoder.dtype))
             if states is not None:
-                for index, h in enumerate(states):
+                for i, h in enumerate(states):
                     with torch.no_grad():
-                        states[index] = decoder.run_block(b, h)
-                    check_finite(states[index], f"block {b} (quantized)", index)
+                        states[i] = decoder.run_block(b, h)
+                    check_finite(states[i], f"block {b} (quantized)", mine[i])
                     progress.advance()
                 if b + 1 < decoder.n_blocks:
-                    store.save(_state(b + 1), {"h": torch.cat(states)})
+                    store.save(_state(b + 1), store.ranks.joined({"h": states}))
             else:
                 progress.advance()
             store.save(solved(b), layers, {"report": report})
@@ -195,33 +200,37 @@ class Statistics:
         specs: Sequence[LinearSpec],
         states: Sequence[Tensor],
         aims: Mapping[str, Sequence[Tensor]],
+        lengths: Sequence[int],
+        ranks: Ranks,
     ) -> None:
         """Sum Σ w x̂x̂ᵀ over the inputs x̂ that ``specs`` get when ``states`` (of the quantized prefix) enter block b.
 
+        ``states`` and ``aims`` are of this rank's sequences, ``lengths`` and the sums of those of all ``ranks``.
         For those whose output is added to the hidden state, and for which ``aims`` has the state h to reach
         thereby, also Σ w r x̂ᵀ, r being the change of the output that would lead there from the state ĥ reached: h − ĥ,
         but for norms in between.
         """
-        lengths = [len(h) for h in states]
-        self.counts = {"n_sequences": len(states), "n_tokens": sum(lengths)}
-        weights = {
-            spec.name: self.stored[f"{spec.name}.token_weights"].to(decoder.device).split(lengths)
-            for spec in specs
-            if f"{spec.name}.token_weights" in self.stored
-        }
+        mine = ranks.share(len(lengths))
+        self.counts = {"n_sequences": len(lengths), "n_tokens": sum(lengths)}
+        weights = {}
+        for spec in specs:
+            if (w := self.stored.get(f"{spec.name}.token_weights")) is not None:
+                weights[spec.name] = w.to(decoder.device).split(list(lengths))[mine.start : mine.stop]
         for spec in specs:
             group = next(group for group in decoder.groups[b] if spec.name in group)
             unweighted = next((name for name in group if name not in weights), spec.name)
             self.owner[spec.name] = spec.name if spec.name in weights else unweighted
         owners = sorted({self.owner[spec.name] for spec in specs})
         chosen = {spec.name for spec in specs}
+        H_in: dict[str, Tensor] = {}
+        cross: dict[str, Tensor] = {}
         for index, h in enumerate(states):
             _, inputs, outputs = decoder.run_block_capturing(b, h, outputs=True, until=specs[-1].name)
             for owner in owners:
                 x = _seen(inputs, owner).float()
                 if owner in weights:
                     x = x * weights[owner][index].sqrt()[:, None]
-                _accumulate(self.H_in, owner, gram(x))
+                _accumulate(H_in, owner, gram(x))
             for writer in decoder.writers(b) if aims else ():
                 name = writer.name
                 if name not in outputs:
@@ -231,7 +240,9 @@ class Statistics:
                     wanted = writer.wanted(outputs[name].float(), (aims[name][index] - h).float())
                     if name in weights:
                         wanted = wanted * weights[name][index][:, None]
-                    _accumulate(self.cross, name, wanted.T @ inputs[name].float())
+                    _accumulate(cross, name, wanted.T @ inputs[name].float())
+        self.H_in |= ranks.total(H_in)
+        self.cross |= ranks.total(cross)
 
     def hessian(self, name: str) -> KroneckerHessian:
         """The factors to solve ``name`` with."""
@@ -255,6 +266,26 @@ def _accumulate(sums: dict[str, Tensor], key: str, term: Tensor) -> None:
     if key not in sums:
         sums[key] = torch.zeros_like(term, dtype=torch.float64)
     sums[key] += term
+
+
+def _solve_part(
+    decoder: Decoder,
+    part: Sequence[LinearSpec],
+    statistics: Statistics,
+    settings: Settings,
+    schemes: Mapping[str, Scheme],
+    scale_dtype: torch.dtype,
+    ranks: Ranks,
+) -> list[tuple[SolvedLayer, dict[str, Any]]]:
+    """Each linear of ``part`` rounded by one of the ranks, by the cost of its sweep, and what came of it, on all."""
+    owners = ranks.owners([spec.d_out * spec.d_in * (spec.d_out + spec.d_in) for spec in part])
+    found = {
+        spec.name: _solve_linear(decoder, spec, statistics, settings, schemes[spec.name], scale_dtype)
+        for spec, owner in zip(part, owners, strict=True)
+        if owner == ranks.rank
+    }
+    found = ranks.exchanged(found)
+    return [found[spec.name] for spec in part]
 
 
 def _solve_linear(

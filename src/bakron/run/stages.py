@@ -10,12 +10,13 @@ from typing import Any
 from bakron.errors import ConfigError
 from bakron.run.collect import boundary, factors
 from bakron.run.evaluation import Evaluation
-from bakron.run.pipeline import REPORT, Job, require_free_output
+from bakron.run.pipeline import REPORT, Job, announce, require_free_output
 from bakron.run.plan import Plan
 from bakron.run.progress import Progress, Silent
+from bakron.run.ranks import ALONE, Ranks
 from bakron.run.settings import Settings
 from bakron.run.solve import solved
-from bakron.run.store import require_space, write_text
+from bakron.run.store import write_text
 
 JOB = "job.json"
 
@@ -27,22 +28,20 @@ def collect(
     recipe: str | Path | None = None,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
+    ranks: Ranks = ALONE,
     **settings: Any,
 ) -> Job:
     """Make ``work``: the settings, and all statistics that solving with them needs; finished pieces are kept.
 
     settings: the fields of ``Settings``; they win over the recipe.  on_plan: called before work starts.
-    Raises the named errors of ``bakron.errors``.
+    ranks: the processes that share the work, all of which make this call.  Raises the named errors of ``bakron.errors``.
     """
     work = Path(work)
-    job = Job(absolute(model), Settings.load(recipe, **settings), work, progress or Silent())
-    plan = job.plan()
-    if on_plan:
-        on_plan(plan)
-    require_space(work, plan.disk, "the work directory")
+    job = Job(absolute(model), Settings.load(recipe, **settings), work, progress or Silent(), ranks=ranks)
+    ranks.from_first(lambda: announce(job, on_plan))
     if job.settings.needs_data:
         job.collected  # noqa: B018 - refuses work made from other data before job.json is replaced
-    _write(job)
+    ranks.from_first(lambda: _write(job))
     job.collect()
     return job
 
@@ -52,19 +51,19 @@ def solve(
     *,
     progress: Progress | None = None,
     on_plan: Callable[[Plan], None] | None = None,
+    ranks: Ranks = ALONE,
     **settings: Any,
 ) -> Job:
     """Solve what was collected in ``work``; the decoder of the job has the quantized weights then.
 
-    settings: those that differ from what ``collect`` was called with.  Raises ConfigError when they need statistics
+    settings: those that differ from what ``collect`` was called with.  ranks: as in ``collect``.  Raises ConfigError when they need statistics
     that were not collected, ResumeError when ``work`` holds layers solved with others.
     """
-    job = _open(Path(work), progress, settings)
+    job = _open(Path(work), progress, settings, ranks)
     _require_collected(job)
-    if on_plan:
-        on_plan(job.plan())
+    ranks.from_first(lambda: on_plan and on_plan(job.plan()))
     job.solved  # noqa: B018 - refuses layers solved otherwise before job.json is replaced
-    _write(job)
+    ranks.from_first(lambda: _write(job))
     job.solve()
     return job
 
@@ -101,7 +100,7 @@ def export(
     return json.loads((out / REPORT).read_text())
 
 
-def _open(work: Path, progress: Progress | None, changes: dict[str, Any]) -> Job:
+def _open(work: Path, progress: Progress | None, changes: dict[str, Any], ranks: Ranks = ALONE) -> Job:
     """The job that ``work`` was made for, with ``changes``. Raises ConfigError when there is none."""
     try:
         said = json.loads((work / JOB).read_text())
@@ -111,7 +110,7 @@ def _open(work: Path, progress: Progress | None, changes: dict[str, Any]) -> Job
     if "hessians" in changes:
         changes = {"estimator": None, **changes}  # what was collected is not used
     settings = said["settings"] | changes
-    return Job(said["model"], Settings.load(**settings), work, progress or Silent())
+    return Job(said["model"], Settings.load(**settings), work, progress or Silent(), ranks=ranks)
 
 
 def _write(job: Job) -> None:

@@ -16,38 +16,56 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bakron.errors import DiskSpaceError, ResumeError
+from bakron.errors import ConfigError, DiskSpaceError, ResumeError
+from bakron.run.ranks import ALONE, Ranks
 
 
 class Store:
     """A directory of finished pieces of work, made under one set of facts.
 
     Every file is written under a temporary name and renamed, so that a process may die at any moment.
+    Of several ranks the first one writes and says what is there, and all read: the directory must be shared.
     """
 
-    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
-        """Open or create ``path``. Raises ResumeError, naming the fact, when it was made under other ``facts``."""
-        self.path = path
-        self.facts = facts = json.loads(json.dumps(facts))
+    def __init__(self, path: Path, facts: dict[str, Any], ranks: Ranks = ALONE) -> None:
+        """Open or create ``path``. Raises ResumeError, naming the fact, when it was made under other ``facts``;
+        ConfigError when a rank does not see what the first one wrote.
+        """
+        self.path, self.ranks = path, ranks
+        self.facts = json.loads(json.dumps(facts))
         manifest = path / "manifest.json"
+        ranks.from_first(lambda: self._open_or_create(manifest))
+        if not manifest.exists():
+            raise ConfigError(
+                f"{path}: rank {ranks.rank} does not see what rank 0 wrote there. Choose a work directory on a file "
+                "system that all machines of the run share."
+            )
+
+    def _open_or_create(self, manifest: Path) -> None:
         if manifest.exists():
-            _refuse_other(path, facts, json.loads(manifest.read_text()))
+            _refuse_other(self.path, self.facts, json.loads(manifest.read_text()))
             return
-        path.mkdir(parents=True, exist_ok=True)
-        write_text(manifest, json.dumps(facts, indent=1, sort_keys=True) + "\n")
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(manifest, json.dumps(self.facts, indent=1, sort_keys=True) + "\n")
 
     def has(self, name: str) -> bool:
         """Whether the piece called ``name`` is finished."""
-        return (self.path / f"{name}.safetensors").exists()
+        return self.ranks.from_first((self.path / f"{name}.safetensors").exists)
 
     def save(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, Any] | None = None) -> None:
-        """Publish the piece ``name``; metadata values are stored as JSON."""
-        write_tensors(self.path / f"{name}.safetensors", tensors, metadata or {})
+        """Publish the piece ``name`` as the first rank has it; metadata values are stored as JSON."""
+        file = self.path / f"{name}.safetensors"
+        self.ranks.from_first(lambda: write_tensors(file, tensors, metadata or {}))
 
     def load(self, name: str) -> dict[str, Tensor]:
         """The tensors of a finished piece. Raises ResumeError when the file is damaged."""
         with self._open(name) as file:
             return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+
+    def rows(self, name: str, key: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of one tensor of a finished piece. Raises ResumeError when the file is damaged."""
+        with self._open(name) as file:
+            return file.get_slice(key)[start:stop].clone()
 
     def metadata(self, name: str) -> dict[str, Any]:
         """The metadata that a finished piece was saved with. Raises ResumeError when the file is damaged."""
@@ -69,7 +87,7 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Drop a piece that is no longer needed."""
-        (self.path / f"{name}.safetensors").unlink(missing_ok=True)
+        self.ranks.from_first(lambda: (self.path / f"{name}.safetensors").unlink(missing_ok=True))
 
 
 def _refuse_other(path: Path, facts: dict[str, Any], seen: dict[str, Any]) -> None:
