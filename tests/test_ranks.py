@@ -338,10 +338,12 @@ def _stages(home: Path, work: Path, options: dict[str, Any]) -> None:
     stages.solve(work, ranks=launched())
 
 
-def test_the_stages_are_shared_too(home: Path, tmp_path: Path, one: Callable[[str], Path]) -> None:
-    in_ranks(2, _stages, home, tmp_path / "work", options_of(home, "bakron"))
+def test_the_stages_are_shared_too(home: Path, tmp_path: Path) -> None:
+    options = options_of(home, "bakron")
+    in_ranks(2, _stages, home, tmp_path / "work", options)
     stages.export(tmp_path / "work", tmp_path / "out")
-    assert_identical(tmp_path / "out", one("bakron"))
+    in_ranks(2, _quantize, home, tmp_path / "whole", options)
+    assert_identical(tmp_path / "out", tmp_path / "whole")
 
 
 def _given_factors(home: Path, factors: Path, out: Path) -> None:
