@@ -473,9 +473,7 @@ app()
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_the_command_resumes(
-    home: Path, tmp_path: Path, one: Callable[[str], Path]
-) -> None:
+def test_a_killed_rank_is_named_and_the_command_resumes(home: Path, tmp_path: Path) -> None:
     """The command as users start it: killed, then run again, with tables and JSON from the first rank only."""
     (tmp_path / "killed.py").write_text(KILLED)
     arguments = ("quantize", home / "m", tmp_path / "out", *grid(home), "--json")
@@ -490,7 +488,8 @@ def test_a_killed_rank_is_named_and_the_command_resumes(
     assert process.returncode == 0, stderr
     assert json.loads(stdout) == json.loads((tmp_path / "out" / "bakron.json").read_text())
     assert stderr.count("in each of 2 processes") == stderr.count("Wrote ") == 1
-    assert_identical(tmp_path / "out", one("bakron"))
+    in_ranks(2, _quantize, home, tmp_path / "whole", options_of(home, "bakron"))
+    assert_identical(tmp_path / "out", tmp_path / "whole")
 
 
 @pytest.mark.slow
