@@ -20,6 +20,7 @@ class Option(NamedTuple):
 
 
 GRID, METHOD, DATA, MACHINE = "Grid and format", "Method", "Calibration", "Machine"
+MODEL = "Model"
 
 OPTIONS: dict[str, dict[str, Option]] = {
     GRID: {
@@ -88,6 +89,13 @@ OPTIONS: dict[str, dict[str, Option]] = {
             int, "2", "At most so many passes of coordinate descent over the codes after rounding."
         ),
         "kernel": Option(str, "auto", "Code that rounds a tile: auto, numba (CPU), triton (CUDA) or torch."),
+    },
+    MODEL: {
+        "transform": Option(
+            str,
+            "none",
+            "Weights made easier to round, for the same function: fold, rotate, heads, rescale, joined by +.",
+        ),
     },
     DATA: {
         "calibration": Option(

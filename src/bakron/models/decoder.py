@@ -128,6 +128,22 @@ class Decoder:
         head = self.model.get_output_embeddings()
         return head is not None and head.weight is self.model.get_input_embeddings().weight
 
+    @property
+    def embedding_name(self) -> str:
+        """Path of the embedding of tokens."""
+        return self._path(self.model.get_input_embeddings())
+
+    @property
+    def head_name(self) -> str:
+        """Path of the linear that makes logits. Raises ModelError when there is none."""
+        return self._path(self.model.get_output_embeddings())
+
+    def _path(self, wanted: nn.Module | None) -> str:
+        for name, module in self.model.named_modules():
+            if module is wanted:
+                return name
+        raise ModelError(f"{type(self.model).__name__}: expected an embedding and a head among its modules.")
+
     # Parts of the forward pass
 
     def embed(self, ids: Tensor) -> Tensor:

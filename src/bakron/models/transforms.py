@@ -63,8 +63,7 @@ class _Weights:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.model = decoder, decoder.model
-        head = self.model.get_output_embeddings()
-        self.head = next(name for name, module in self.model.named_modules() if module is head)
+        self.head = decoder.head_name
         self.embeddings = [
             name
             for name, module in self.model.named_modules()
@@ -104,9 +103,9 @@ class _Weights:
         """Give the head a weight of its own, if it shares the embedding's."""
         if not self.decoder.tied:
             return
-        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        name = next(name for name, module in self.model.named_modules() if module is embedding)
-        prefix, found, _ = self.decoder.key_of(f"{name}.weight").partition(f"{name}.weight")
+        embedding = f"{self.decoder.embedding_name}.weight"
+        prefix, found, _ = self.decoder.key_of(embedding).partition(embedding)
+        head = self.model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         self.decoder.changed[f"{self.head}.weight"] = f"{prefix if found else ''}{self.head}.weight"
         for config in (self.model.config, self.decoder.config):

@@ -37,22 +37,17 @@ def compare(
     """
     _require_same_data(variants)
     work, progress = Path(work), progress or Silent()
-    jobs: dict[str, Job] = {}
-    decoder = None
-    for label, settings in variants.items():
-        jobs[label] = Job(
-            str(model), settings, work / "runs" / label, progress, work / "collected", loaded=decoder
-        )
-        decoder = jobs[label].decoder
-    if decoder is None:
-        raise ConfigError("compare: expected at least one method, seen none.")
-    held_out = Evaluation.of(decoder, evaluation, **_given(n_sequences, sequence_length))
-    plan = _together([job.plan() for job in jobs.values()])
+    jobs = _jobs(str(model), variants, work, progress)
+    original = min(jobs.values(), key=lambda job: len(job.settings.transforms)).original()
+    held_out = Evaluation.of(original, evaluation, **_given(n_sequences, sequence_length))
+    plan = _together(
+        [job.plan() for job in jobs.values()], 2 + len({s.transforms for s in variants.values()} - {()})
+    )
     if on_plan:
         on_plan(plan)
     require_space(work, plan.disk, "the work directory")
-    reference, original = held_out.reference(decoder, progress)
-    rows: list[dict[str, Any]] = [{"label": "original", **dataclasses.asdict(original)}]
+    reference, before = held_out.reference(original, progress)
+    rows: list[dict[str, Any]] = [{"label": "original", **dataclasses.asdict(before)}]
     for label in variants:
         job = jobs.pop(label)  # so that its decoder goes when the next one comes
         if len(rows) > 1:
@@ -61,6 +56,22 @@ def compare(
         job.solve()
         rows.append(_row(label, job, held_out.of_model(job.decoder, reference, progress)))
     return rows
+
+
+def _jobs(model: str, variants: dict[str, Settings], work: Path, progress: Progress) -> dict[str, Job]:
+    """A job for each variant; those with the same transforms share a decoder and what is collected from it."""
+    jobs: dict[str, Job] = {}
+    for label, settings in variants.items():
+        same = next((job for job in jobs.values() if job.settings.transforms == settings.transforms), None)
+        collected = work / "collected"
+        if settings.transforms:
+            collected = work / "transformed" / "+".join(settings.transforms)
+        jobs[label] = Job(
+            model, settings, work / "runs" / label, progress, collected, loaded=same.decoder if same else None
+        )
+    if not jobs:
+        raise ConfigError("compare: expected at least one method, seen none.")
+    return jobs
 
 
 def _row(label: str, job: Job, quality: Quality) -> dict[str, Any]:
@@ -86,13 +97,13 @@ def _require_same_data(variants: dict[str, Settings]) -> None:
             )
 
 
-def _together(plans: Sequence[Plan]) -> Plan:
-    """One plan for all variants, at most: two models in memory, nothing shared on disk, nothing timed once."""
+def _together(plans: Sequence[Plan], n_models: int) -> Plan:
+    """One plan for all variants, at most: so many models in memory, nothing shared on disk, nothing timed once."""
     largest = max(plans, key=lambda plan: plan.memory)
     seconds = [plan.seconds for plan in plans if plan.seconds is not None]
     return dataclasses.replace(
         largest,
-        model=2 * largest.model,
+        model=n_models * largest.model,
         disk=sum(plan.disk for plan in plans),
         seconds=sum(seconds) if seconds else None,
     )
