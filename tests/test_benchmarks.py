@@ -20,11 +20,14 @@ from baselines import classic_gptq, quartic  # noqa: E402
 from problems import PERCDAMP, Problem, make_problem  # noqa: E402
 from solver import finished  # noqa: E402
 from solver_report import TABLES, Measured, beyond_factors, exponent, goals, ratios, times  # noqa: E402
+from tiny_models import tiny_decoder  # noqa: E402
+from transforms import relative_errors  # noqa: E402
 
 from bakron.core.hessian import KroneckerHessian  # noqa: E402
 from bakron.core.linalg import factorise  # noqa: E402
 from bakron.core.solution import ActOrder, LayerProblem, solve_problem  # noqa: E402
 from bakron.kernels import get_kernel  # noqa: E402
+from bakron.quantizers.integer import Integer  # noqa: E402
 
 
 def ours(problem: Problem, act_order: ActOrder, two_sided: bool = False) -> tuple[float, float]:
@@ -142,3 +145,13 @@ def test_the_page_has_a_place_for_every_table() -> None:
     for make in TABLES:
         assert page.count(f"<!-- {make.__name__} -->\n") == 1
     assert page.count("<!-- end -->") == len(TABLES)
+
+
+def test_errors_of_transformed_weights_are_those_of_rounding(tmp_path: Path) -> None:
+    path = tiny_decoder("llama", tmp_path / "m")
+    plain, again, rotated = (
+        relative_errors(str(path), names, Integer(3, 16, True, "minmax")) for names in ([], [], ["rotate"])
+    )
+    assert plain == again != rotated
+    assert set(plain) == {*"q_proj k_proj v_proj o_proj gate_proj up_proj down_proj all".split()}
+    assert all(0 < error < 1 for error in (*plain.values(), *rotated.values()))

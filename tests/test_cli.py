@@ -153,7 +153,7 @@ def test_every_command_and_option_has_help() -> None:
         assert {"--quiet"} <= flags, name
         assert ("--json" in flags) == (name in REPORTING), name
         assert name.split()[0] in run("--help").stdout
-    assert names == REPORTING | {"collect", "solve"}
+    assert names == REPORTING | {"collect", "solve", "transform"}
 
 
 def test_options_are_the_fields_of_settings_with_their_types_and_defaults() -> None:
@@ -379,6 +379,15 @@ def test_a_variant_may_have_a_recipe_of_its_own_with_its_own_bits(tmp_path: Path
         make_variants(["rtn"], [3], recipe)
 
 
+def test_transform_writes_a_dense_copy(home: Path, tmp_path: Path) -> None:
+    result = run("transform", home / "m", tmp_path / "out", "--transform", "rotate+heads")
+    assert "load" in result.stdout + result.stderr
+    assert "fold+rotate+heads" in (tmp_path / "out" / "README.md").read_text()
+    assert "all 16 new weights" in run("verify", tmp_path / "out").stdout
+    error = said(run("transform", home / "m", tmp_path / "b", "--transform", "turn", code=2))
+    assert "transform: 'turn' is not one of fold, rotate, heads, rescale" in error
+
+
 # 4. verify
 
 
@@ -386,7 +395,7 @@ def test_verify_accepts_what_was_written(
     home: Path, grid: list[Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     result = run("verify", checkpoint)
-    assert "all 14 quantized layers load as solved" in result.stdout
+    assert "all 14 new weights load as they were made" in result.stdout
     assert result.stderr == ""
     run("quantize", home / "m", tmp_path / "a", *grid, "--asymmetric", "--skip", "v_proj", "-q")
     assert bakron.verify(tmp_path / "a")["layers"] == 12

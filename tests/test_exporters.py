@@ -38,7 +38,7 @@ from bakron.errors import (
 from bakron.exporters import get_exporter, plan, writer
 from bakron.exporters.card import model_card
 from bakron.exporters.packing import n_words, pack_signed, pack_unsigned, unpack_signed, unpack_unsigned
-from bakron.exporters.plan import plan_export
+from bakron.exporters.plan import Changes, plan_export
 from bakron.exporters.stored import stored_weights
 from bakron.exporters.writer import write_checkpoint
 
@@ -651,6 +651,46 @@ def test_a_layer_that_breaks_the_contract_is_refused(
     assert "model.layers.0.self_attn.q_proj" in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
+def test_changed_and_added_tensors_and_config_entries_are_written(
+    tmp_path: Path, source: Path, layers: Solved
+) -> None:
+    """All else is as without changes, and the plan knows what is added."""
+    before = load_file(source / "model.safetensors")
+    new = {"model.norm.weight": torch.full((32,), 3.0), "extra.weight": torch.ones(5, 7)}
+    changes = Changes(new, {"tie_word_embeddings": False, "seen": 1})
+    out, plain = export(source, tmp_path / "out", layers, DEFAULT, changes=changes), tmp_path / "plain"
+    export(source, plain, layers, DEFAULT)
+    tensors, others = (load_file(path / "model.safetensors") for path in (out, plain))
+    assert tensors.keys() == {*others, "extra.weight"}
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, new.get(name, others.get(name, tensor))), name
+    config, other = (json.loads((path / "config.json").read_text()) for path in (out, plain))
+    assert config == {**other, **changes.config}
+    planned = [
+        plan_export(source, get_exporter("dense"), dict.fromkeys(layers, DEFAULT), of)
+        for of in (changes, None)
+    ]
+    assert planned[0].total_bytes - planned[1].total_bytes == 5 * 7 * 4
+    assert planned[0].n_tensors == planned[1].n_tensors + 1 == len(before) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("model.norm.weight", torch.ones(31)),
+        ("model.norm.weight", torch.ones(32, dtype=torch.bfloat16)),
+        ("model.layers.0.mlp.up_proj.weight", torch.ones(64, 32)),
+    ],
+)
+def test_changes_that_do_not_fit_are_refused(
+    tmp_path: Path, source: Path, layers: Solved, name: str, tensor: Tensor
+) -> None:
+    layers = {key: of for key, of in layers.items() if "layers.0.mlp.up" in key}
+    with pytest.raises(FormatError, match=rf"cannot put .* in place of {name}"):
+        export(source, tmp_path / "out", layers, DEFAULT, changes=Changes({name: tensor}))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sources_that_cannot_be_read_are_refused_with_advice(tmp_path: Path, layers: Solved) -> None:
     source = save_llama(tmp_path / "source")
     out = tmp_path / "out"
@@ -733,6 +773,7 @@ def test_the_card_shows_every_fact_and_says_what_is_missing() -> None:
         "bits": 4,
         "group_size": -1,
         "symmetric": True,
+        "transform": "fold+rotate",
         "bits_per_weight": 4.125,
         "share_quantized": 0.875,
         "calibration": {
@@ -751,6 +792,7 @@ def test_the_card_shows_every_fact_and_says_what_is_missing() -> None:
     for part in (
         "# tiny-4bit",
         "two-sided \\| sweep",
+        "fold+rotate",
         "whole row",
         "symmetric",
         "4.125",

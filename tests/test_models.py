@@ -288,17 +288,17 @@ def test_keys_without_the_models_prefix_and_shards(tmp_path: Path) -> None:
 
 def test_keys_that_are_missing_ambiguous_or_of_another_shape_name_the_layer() -> None:
     def resolve(shapes: dict[str, tuple[int, ...]]) -> str:
-        return resolve_key("model.layers.0.q", "model.layers", (2, 3), shapes)
+        return resolve_key("model.layers.0.q.weight", "model.layers", (2, 3), shapes)
 
     assert resolve({"model.layers.0.q.weight": (2, 3), "x.model.layers.0.q.weight": (2, 3)}).startswith(
         "model"
     )
     assert resolve({"language.layers.0.q.weight": (2, 3)}) == "language.layers.0.q.weight"
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.q: the checkpoint has no tensor"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.q\.weight: the checkpoint has no tensor"):
         resolve({"model.layers.1.q.weight": (2, 3), "0.q.weight": (2, 3), "xlayers.0.q.weight": (2, 3)})
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.q: several"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.q\.weight: several"):
         resolve({"a.layers.0.q.weight": (2, 3), "b.layers.0.q.weight": (2, 3)})
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.q: .*\(2, 3\).*\(3, 2\)"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.q\.weight: .*\(2, 3\).*\(3, 2\)"):
         resolve({"model.layers.0.q.weight": (3, 2)})
 
 

@@ -281,6 +281,20 @@ def plan(
 
 
 @app.command()
+@with_settings(only=("transform",))
+def transform(
+    model: Model, out: Out, overwrite: Overwrite = False, quiet: Quiet = False, **settings: Any
+) -> None:
+    """Write a model with transformed weights and nothing quantized, for other programs and for comparisons."""
+    with guarded():
+        from bakron.run.settings import Settings
+        from bakron.run.transformed import write_transformed
+
+        write_transformed(model, out, Settings.load(**settings).transforms, overwrite=overwrite)
+        say(f"Wrote {out}. To check that it loads as written: bakron verify {out}", quiet)
+
+
+@app.command()
 def verify(
     directory: Annotated[Path, typer.Argument(help="A checkpoint that bakron wrote.", metavar="DIR")],
     quiet: Quiet = False,
@@ -295,7 +309,7 @@ def verify(
             print_json(result)
         elif not quiet:
             typer.echo(
-                f"{directory}: all {result['layers']} quantized layers load as solved; logits are finite."
+                f"{directory}: all {result['layers']} new weights load as they were made; logits are finite."
             )
 
 

@@ -29,6 +29,7 @@ def number_or_auto(text: str) -> float | str:
 
 
 GRID, METHOD, DATA, MACHINE = "Grid and format", "Method", "Calibration", "Machine"
+MODEL = "Model"
 
 OPTIONS: dict[str, dict[str, Option]] = {
     GRID: {
@@ -107,6 +108,13 @@ OPTIONS: dict[str, dict[str, Option]] = {
             int, "2", "At most so many passes of coordinate descent over the codes after rounding."
         ),
         "kernel": Option(str, "auto", "Code that rounds a tile: auto, numba (CPU), triton (CUDA) or torch."),
+    },
+    MODEL: {
+        "transform": Option(
+            str,
+            "none",
+            "Weights made easier to round, for the same function: fold, rotate, heads, rescale, joined by +.",
+        ),
     },
     DATA: {
         "calibration": Option(

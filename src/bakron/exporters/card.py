@@ -12,8 +12,8 @@ NOT_MEASURED = "not measured"
 def model_card(facts: Mapping[str, Any]) -> str:
     """The Markdown text; every fact is optional, and what is missing is said to be unknown, never left out silently.
 
-    facts: title, base_model (str), method (str), format (str), bits, group_size, symmetric, or in place of the last two
-    schemes (a mapping of bits, group_size, symmetric, linears, weights for each), bits_per_weight (scales
+    facts: title, base_model (str), transform (str), method (str), format (str), bits, group_size, symmetric, or in place
+    of the last two schemes (a mapping of bits, group_size, symmetric, linears, weights for each), bits_per_weight (scales
     included), share_quantized (0..1, of all parameters), calibration (mapping: source, n_sequences, sequence_length,
     fingerprint), quality (mapping: perplexity_before, perplexity_after, kl, kl_p99, top1, data), usage (Python lines
     that load the checkpoint at ``path``), version (of bakron), settings (mapping, printed as JSON).
@@ -65,6 +65,7 @@ def _scheme_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     several = "see below" if facts.get("schemes") else None
     return [
         ("original", _text(facts.get("base_model"))),
+        ("transform of the weights before", _text(facts.get("transform"))),
         ("method", _text(facts.get("method"))),
         ("format", _text(facts.get("format"))),
         ("bits per code", _text(facts.get("bits"))),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bakron.core.layers import Scheme
 from bakron.errors import DiskSpaceError, FormatError
@@ -24,12 +26,28 @@ DISK_MARGIN = 1 << 20
 
 
 @dataclass(frozen=True)
+class Changes:
+    """What differs from the source besides the quantized layers.
+
+    tensors: by name, on the CPU, in the shape and dtype of the source's; names that the source lacks are added.
+    config: entries of config.json.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def added(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """The tensors that ``checkpoint`` lacks."""
+        return {key: value for key, value in self.tensors.items() if key not in checkpoint.infos}
+
+
+@dataclass(frozen=True)
 class ExportPlan:
     """What an export will write.
 
     total_bytes: all tensors and auxiliary files.  quantized_bytes: the tensors of the quantized layers, scales
     included.  quantized_weights, all_weights: numbers of elements.  scale_dtype: the dtype that every scale must have.
-    n_tensors: tensors of the source.
+    n_tensors: tensors of the source, and those added to it.
     """
 
     total_bytes: int
@@ -45,29 +63,33 @@ class ExportPlan:
         return 8 * self.quantized_bytes / max(1, self.quantized_weights)
 
 
-def plan_export(source: Path, exporter: Exporter, schemes: Mapping[str, Scheme]) -> ExportPlan:
+def plan_export(
+    source: Path, exporter: Exporter, schemes: Mapping[str, Scheme], changes: Changes | None = None
+) -> ExportPlan:
     """Sizes and the scale dtype of an export, from file headers only.
 
     schemes: the source's names of the weights to quantize, and how; their sizes must have passed exporter.check.
-    Raises FormatError when the source is not a plain safetensors checkpoint with these two-dimensional tensors.
+    Raises FormatError when the source is not a plain safetensors checkpoint with these two-dimensional tensors, or the
+    changes do not fit it.
     """
-    checkpoint = Checkpoint(Path(source))
-    _check_source(checkpoint, list(schemes))
-    dtype = checkpoint.model_dtype(schemes)
+    checkpoint, changes = Checkpoint(Path(source)), changes or Changes()
+    _check_source(checkpoint, list(schemes), changes)
+    dtype = checkpoint.model_dtype(schemes or checkpoint.infos)
     infos = {key: checkpoint.infos[key] for key in schemes}
     quantized = sum(
         exporter.stored_bytes(info.shape[0], info.shape[1], schemes[key], dtype)
         for key, info in infos.items()
     )
     copied = sum(info.n_bytes for key, info in checkpoint.infos.items() if key not in infos)
+    added = changes.added(checkpoint).values()
     files = sum((checkpoint.path / name).stat().st_size for name in auxiliary_files(checkpoint.path))
     return ExportPlan(
-        total_bytes=quantized + copied + files,
+        total_bytes=quantized + copied + sum(tensor.nbytes for tensor in added) + files,
         quantized_bytes=quantized,
         quantized_weights=sum(info.numel for info in infos.values()),
-        all_weights=sum(info.numel for info in checkpoint.infos.values()),
+        all_weights=sum(info.numel for info in checkpoint.infos.values()) + sum(map(Tensor.numel, added)),
         scale_dtype=dtype,
-        n_tensors=len(checkpoint.infos),
+        n_tensors=len(checkpoint.infos) + len(added),
     )
 
 
@@ -98,14 +120,14 @@ def _is_left_out(path: Path) -> bool:
     return hidden or weights or (len(path.parts) == 1 and path.name in REPLACED_NAMES)
 
 
-def _check_source(checkpoint: Checkpoint, keys: Sequence[str]) -> None:
-    """Refuse a source that is quantized already or lacks one of the tensors to quantize."""
+def _check_source(checkpoint: Checkpoint, keys: Sequence[str], changes: Changes) -> None:
+    """Refuse a source that is quantized already, lacks one of the tensors to quantize, or has others than the changed."""
     if checkpoint.config.get("quantization_config"):
         method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
         raise FormatError(
             f"{checkpoint.path} is quantized already ({method}); start from the original checkpoint"
         )
-    if not keys:
+    if not keys and not changes.tensors:
         raise FormatError(f"{checkpoint.path}: no layer to export; expected at least one quantized layer")
     missing = [key for key in keys if key not in checkpoint.infos]
     if missing:
@@ -115,3 +137,10 @@ def _check_source(checkpoint: Checkpoint, keys: Sequence[str]) -> None:
         raise FormatError(
             f"{checkpoint.path}: expected two-dimensional weights, seen {shapes}; skip these layers"
         )
+    for key, tensor in changes.tensors.items():
+        info = checkpoint.infos.get(key)
+        if key in keys or (info and (info.shape, info.dtype) != (tuple(tensor.shape), tensor.dtype)):
+            why = "which is to be quantized" if key in keys else f"expected {info}"
+            raise FormatError(
+                f"{checkpoint.path}: cannot put {tuple(tensor.shape)} {tensor.dtype} in place of {key}, {why}"
+            )

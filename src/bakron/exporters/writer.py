@@ -1,7 +1,8 @@
 """Streams a source checkpoint into a new one with the quantized weights replaced: atomic, checked, deterministic.
 
 Everything is written into a sibling directory ``.NAME.partial`` that is renamed at the end, so that the output
-is either absent or whole. Tensors that are not quantized are copied bit for bit; at most one shard is in memory.
+is either absent or whole. Tensors that are neither quantized nor changed are copied bit for bit; at most one shard of
+the source is in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,7 +24,7 @@ from bakron.errors import ConfigError, OutputExistsError
 from bakron.exporters import Exporter
 from bakron.exporters.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint
 from bakron.exporters.checks import check_finite, check_layer
-from bakron.exporters.plan import CARD_NAME, auxiliary_files, check_disk, plan_export
+from bakron.exporters.plan import CARD_NAME, Changes, auxiliary_files, check_disk, plan_export
 
 MAX_SHARD_BYTES = 4_000_000_000
 
@@ -39,6 +42,7 @@ def write_checkpoint(
     ignore: Sequence[str],
     card: str,
     extra: Mapping[str, str] | None = None,
+    changes: Changes | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -48,8 +52,9 @@ def write_checkpoint(
     layers: source tensor name -> function that returns the solved layer, called once, when its turn comes.
     schemes: source tensor name -> how the layer is stored, for the same names.
     ignore: names of all modules that are linear in the model but not in layers (``lm_head``, also when tied; routers).
-    card: the text of README.md.  extra: further text files by name.  max_shard_bytes: a new file starts before it would grow beyond (a single layer is
-    never split).  progress(done, total, name): called after every tensor.
+    card: the text of README.md.  extra: further text files by name.  changes: of other tensors and of config.json.
+    max_shard_bytes: a new file starts before it would grow beyond (a single layer is never split).
+    progress(done, total, name): called after every tensor.
 
     Raises OutputExistsError (out is not empty and overwrite is off, or is no checkpoint), FormatError (the source or
     a layer does not fit), NonFiniteError (names the tensor), DiskSpaceError, ConfigError. On any failure nothing is
@@ -57,7 +62,8 @@ def write_checkpoint(
     """
     source, out = Path(source), Path(out)
     check_output(source, out, overwrite)
-    plan = plan_export(source, exporter, schemes)
+    changes = changes or Changes()
+    plan = plan_export(source, exporter, schemes, changes)
     checkpoint = Checkpoint(source)
     _check_ignore(layers, ignore)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -67,10 +73,12 @@ def write_checkpoint(
     partial.mkdir()
     try:
         names: dict[Scheme, list[str]] = {}
-        units = _units(checkpoint, exporter, layers, schemes, plan.scale_dtype, names, progress)
+        units = _units(checkpoint, exporter, layers, schemes, plan.scale_dtype, changes, names, progress)
         _write_shards(partial, units, max_shard_bytes)
         _copy_auxiliary(source, partial)
-        _write_config(source, partial, exporter.quantization_config(names, ignore))
+        quantization = exporter.quantization_config(names, ignore)
+        block = {} if quantization is None else {"quantization_config": quantization}
+        _write_config(source, partial, {**changes.config, **block})
         for name, text in {CARD_NAME: card, **(extra or {})}.items():
             (partial / name).write_text(text, encoding="utf-8")
         _sync(partial)
@@ -116,6 +124,7 @@ def _units(
     layers: Layers,
     schemes: Mapping[str, Scheme],
     dtype: torch.dtype,
+    changes: Changes,
     names: dict[Scheme, list[str]],
     progress: Progress | None,
 ) -> Iterator[dict[str, Tensor]]:
@@ -123,18 +132,23 @@ def _units(
 
     names: gets the names of the layers in each scheme, as they pass.
     """
-    total = len(checkpoint.infos)
-    for done, (key, value) in enumerate(checkpoint.values(skip=layers), start=1):
-        if value is not None:
+    added = changes.added(checkpoint)
+    total = len(checkpoint.infos) + len(added)
+    kept = checkpoint.values(skip={*layers, *changes.tensors})
+    for done, (key, value) in enumerate(chain(kept, added.items()), start=1):
+        origin = "its source"
+        if key in changes.tensors:
+            unit, origin = {key: changes.tensors[key].contiguous()}, "the transformed model"
+        elif value is not None:
             unit = {key: value}
         else:
             layer = layers[key]()
             check_layer(layer, key, checkpoint.infos[key].shape, schemes[key], dtype)
             exporter.check({layer.scheme: [layer.spec]})
             names.setdefault(layer.scheme, []).append(layer.spec.name)
-            unit = exporter.tensors(layer)
+            unit, origin = exporter.tensors(layer), "the solved layer"
         for name, tensor in unit.items():
-            check_finite(name, tensor, "its source" if value is not None else "the solved layer")
+            check_finite(name, tensor, origin)
         yield unit
         if progress:
             progress(done, total, key)
@@ -181,13 +195,13 @@ def _copy_auxiliary(source: Path, directory: Path) -> None:
         shutil.copyfile(source / name, directory / name)
 
 
-def _write_config(source: Path, directory: Path, quantization: dict | None) -> None:
-    """config.json as it was, plus the quantization block where the format has one."""
-    if quantization is None:
+def _write_config(source: Path, directory: Path, entries: dict[str, Any]) -> None:
+    """config.json with these entries; as it was, byte for byte, when there are none."""
+    if not entries:
         shutil.copyfile(source / CONFIG_NAME, directory / CONFIG_NAME)
         return
     config = json.loads((source / CONFIG_NAME).read_text(encoding="utf-8"))
-    _write_json(directory / CONFIG_NAME, {**config, "quantization_config": quantization})
+    _write_json(directory / CONFIG_NAME, {**config, **entries})
 
 
 def _write_json(file: Path, content: dict) -> None:

@@ -102,28 +102,26 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def resolve_key(name: str, root: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The checkpoint key of a module's weight; its prefix may differ (``transformer.h.0`` stored as ``h.0``).
+    """The checkpoint key of a parameter; its prefix may differ (``transformer.h.0`` stored as ``h.0``).
 
-    name: module path in the model.  root: path of the list of blocks, whose last component is never dropped.
-    shape: of the module's weight.  shapes: of the checkpoint's tensors.
-    Raises ModelError naming the layer when no key, several keys, or a tensor of another shape is found.
+    name: of the parameter in the model.  root: path of the list of blocks, whose last component is never dropped.
+    shape: of the parameter.  shapes: of the checkpoint's tensors.
+    Raises ModelError naming the parameter when no key, several keys, or a tensor of another shape is found.
     """
-    parts = f"{name}.weight".split(".")
+    parts = name.split(".")
     for start in range(len(root.split("."))):
         key = ".".join(parts[start:])
         found = [key] if key in shapes else [other for other in shapes if other.endswith(f".{key}")]
         if len(found) > 1:
-            raise ModelError(
-                f"{name}: several tensors of the checkpoint could be its weight: {', '.join(found)}."
-            )
+            raise ModelError(f"{name}: several tensors of the checkpoint could be it: {', '.join(found)}.")
         if found and shapes[found[0]] != shape:
             raise ModelError(
-                f"{name}: its weight is {shape} in the model, but {shapes[found[0]]} in the checkpoint, "
+                f"{name}: is {shape} in the model, but {shapes[found[0]]} in the checkpoint, "
                 f"where it is called {found[0]}."
             )
         if found:
             return found[0]
     raise ModelError(
-        f"{name}: the checkpoint has no tensor {name}.weight, under any prefix. The model is built from "
+        f"{name}: the checkpoint has no tensor of this name, under any prefix. The model is built from "
         "tensors stored in another layout (for example fused ones), which bakron cannot write back."
     )

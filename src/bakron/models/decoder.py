@@ -34,6 +34,7 @@ class Decoder:
     linears: per block, the quantizable linears in order of execution; routers of experts are not among them.
     groups: per block, the names of linears that receive the very same input tensor, in order of execution.
     other_linears: names of all further linears (head, routers), which are never quantized.
+    changed: parameters that are no longer the checkpoint's, by name, and the checkpoint's keys for them.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class Decoder:
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
         self.path = path
+        self.changed: dict[str, str] = {}
+        self._shapes = shapes
         self.root, self.blocks = find_blocks(model)
         self.n_blocks = len(self.blocks)
         self.hidden_size = int(self.config.hidden_size)
@@ -62,7 +65,7 @@ class Decoder:
         ]
         self._by_name = {name: module for block in self._modules for name, module in block.items()}
         self.linears = [
-            [self._spec(b, name, module, shapes) for name, module in block.items()]
+            [self._spec(b, name, module) for name, module in block.items()]
             for b, block in enumerate(self._modules)
         ]
         self.other_linears = [
@@ -73,13 +76,18 @@ class Decoder:
         self._calls = CallCache(self._record_calls)
         self._writers: dict[int, tuple[Writer, ...]] = {}
 
-    def _spec(
-        self, b: int, name: str, module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None
-    ) -> LinearSpec:
-        stored = tuple(module.get_parameter("weight").shape)
-        key = f"{name}.weight" if shapes is None else resolve_key(name, self.root, stored, shapes)
+    def _spec(self, b: int, name: str, module: nn.Module) -> LinearSpec:
         d_out, d_in = weight_shape(module)
+        key = self.key_of(f"{name}.weight")
         return LinearSpec(name, key, b, d_out, d_in, transposed=isinstance(module, Conv1D))
+
+    def key_of(self, parameter: str) -> str:
+        """The checkpoint's key of a parameter; its own name where the decoder has no checkpoint. Raises ModelError."""
+        if self._shapes is None:
+            return parameter
+        return resolve_key(
+            parameter, self.root, tuple(self.model.get_parameter(parameter).shape), self._shapes
+        )
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -120,6 +128,22 @@ class Decoder:
         """Whether the head's weight is the embedding's."""
         head = self.model.get_output_embeddings()
         return head is not None and head.weight is self.model.get_input_embeddings().weight
+
+    @property
+    def embedding_name(self) -> str:
+        """Path of the embedding of tokens."""
+        return self._path(self.model.get_input_embeddings())
+
+    @property
+    def head_name(self) -> str:
+        """Path of the linear that makes logits. Raises ModelError when there is none."""
+        return self._path(self.model.get_output_embeddings())
+
+    def _path(self, wanted: nn.Module | None) -> str:
+        for name, module in self.model.named_modules():
+            if module is wanted:
+                return name
+        raise ModelError(f"{type(self.model).__name__}: expected an embedding and a head among its modules.")
 
     # Parts of the forward pass
 
@@ -236,6 +260,11 @@ class Decoder:
             handle.remove()
         raise ModelError(f"{self.root}.{self.n_blocks - 1}: the model's forward did not run its last block.")
 
+    def logits(self, ids: Tensor) -> Tensor:
+        """ids (T,) → logits (T, V), by the model's own forward. Raises ShapeError, DataError."""
+        with torch.no_grad():
+            return self.model(self._batch(ids), use_cache=False).logits[0]
+
     # Weights
 
     def get_weight(self, name: str) -> Tensor:
@@ -261,6 +290,13 @@ class Decoder:
         with torch.no_grad():
             parameter.copy_(value.T if isinstance(module, Conv1D) else value)
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Turn all parameters into ``dtype``, in place; buffers, such as those of rotary positions, stay as they are."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        self.dtype = dtype
+        self._calls = CallCache(self._record_calls)
+
     def _linear(self, name: str) -> nn.Module:
         if name not in self._by_name:
             raise ModelError(
@@ -280,8 +316,7 @@ class Decoder:
             for b in range(self.n_blocks):
                 _require_equal(f"block {self.root}.{b}", self.run_block(b, states[b]), states[b + 1])
             short = ids[:TAIL_CHECK_LENGTH]
-            logits = self.model(self._batch(short), use_cache=False).logits[0]
-            _require_equal("the tail after the last block", self.tail(self.hidden(short)), logits)
+            _require_equal("the tail after the last block", self.tail(self.hidden(short)), self.logits(short))
 
     def _own_states(self, ids: Tensor) -> list[Tensor]:
         """The states (T, d) around all blocks, n_blocks + 1 of them, in the model's own forward."""

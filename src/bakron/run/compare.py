@@ -41,20 +41,13 @@ def compare(
     """
     _require_same_data(variants)
     work, progress = Path(work), progress or Silent()
-    jobs: dict[str, Job] = {}
-    decoder = None
-    for label, settings in variants.items():
-        jobs[label] = Job(
-            str(model), settings, work / "runs" / label, progress, work / "collected", ranks, loaded=decoder
-        )
-        decoder = jobs[label].decoder
-    if decoder is None:
-        raise ConfigError("compare: expected at least one method, seen none.")
+    jobs = _jobs(str(model), variants, work, progress, ranks)
+    plainest = min(jobs.values(), key=lambda job: len(job.settings.transforms))
     held_out = ranks.from_first(
-        lambda: Evaluation.of(decoder, evaluation, **_given(n_sequences, sequence_length))
+        lambda: Evaluation.of(plainest.decoder, evaluation, **_given(n_sequences, sequence_length))
     )
     ranks.from_first(lambda: _announce(list(jobs.values()), work, on_plan))
-    of_original = held_out.reference(decoder, progress) if ranks.first else None
+    of_original = held_out.reference(plainest.original(), progress) if ranks.first else None
     rows: list[dict[str, Any]] = []
     for label in variants:
         job = jobs.pop(label)  # so that its decoder goes when the next one comes
@@ -70,7 +63,8 @@ def compare(
 
 def _announce(jobs: Sequence[Job], work: Path, on_plan: Callable[[Plan], None] | None) -> None:
     """Make the plan of all jobs, show it to ``on_plan``, and raise DiskSpaceError unless there is room for it."""
-    plan = _together([job.plan() for job in jobs])
+    transformed = {job.settings.transforms for job in jobs} - {()}
+    plan = _together([job.plan() for job in jobs], 2 + len(transformed))
     if on_plan:
         on_plan(plan)
     require_space(work, plan.disk, "the work directory")
@@ -82,6 +76,23 @@ def _measured(
     """The row of a solved job."""
     assert of_original is not None
     return _row(label, job, held_out.of_model(job.decoder, of_original[0], job.progress))
+
+
+def _jobs(
+    model: str, variants: dict[str, Settings], work: Path, progress: Progress, ranks: Ranks
+) -> dict[str, Job]:
+    """A job for each variant; those with the same transforms share a decoder and what is collected from it."""
+    jobs: dict[str, Job] = {}
+    for label, settings in variants.items():
+        same = next((job for job in jobs.values() if job.settings.transforms == settings.transforms), None)
+        collected = work / "collected"
+        if settings.transforms:
+            collected = work / "transformed" / "+".join(settings.transforms)
+        decoder = same.decoder if same else None
+        jobs[label] = Job(model, settings, work / "runs" / label, progress, collected, ranks, loaded=decoder)
+    if not jobs:
+        raise ConfigError("compare: expected at least one method, seen none.")
+    return jobs
 
 
 def _row(label: str, job: Job, quality: Quality) -> dict[str, Any]:
@@ -107,13 +118,13 @@ def _require_same_data(variants: dict[str, Settings]) -> None:
             )
 
 
-def _together(plans: Sequence[Plan]) -> Plan:
-    """One plan for all variants, at most: two models in memory, nothing shared on disk, nothing timed once."""
+def _together(plans: Sequence[Plan], n_models: int) -> Plan:
+    """One plan for all variants, at most: so many models in memory, nothing shared on disk, nothing timed once."""
     largest = max(plans, key=lambda plan: plan.memory)
     seconds = [plan.seconds for plan in plans if plan.seconds is not None]
     return dataclasses.replace(
         largest,
-        model=2 * largest.model,
+        model=n_models * largest.model,
         disk=sum(plan.disk for plan in plans),
         seconds=sum(seconds) if seconds else None,
     )

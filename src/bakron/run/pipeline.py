@@ -21,6 +21,7 @@ from bakron.errors import ConfigError, ModelError, OutputExistsError
 from bakron.estimators import Local, get_estimator, uses_gradients
 from bakron.exporters import get_exporter
 from bakron.exporters.card import model_card
+from bakron.exporters.checkpoint import Checkpoint
 from bakron.exporters.plan import ExportPlan, plan_export
 from bakron.exporters.writer import check_output, write_checkpoint
 from bakron.models import Decoder, check_views, load_decoder
@@ -34,6 +35,7 @@ from bakron.run.rules import bits_text, check_rules, scheme_of
 from bakron.run.settings import Settings
 from bakron.run.solve import load_solved, solve_model, solved
 from bakron.run.store import Store, model_fingerprint, remove_work, require_space, tensor_sha256
+from bakron.run.transformed import changes_of, digests, load_transformed, put_back
 
 REPORT = "bakron.json"
 
@@ -80,7 +82,11 @@ class Job:
         check_rules(linears, self.decoder.fused, self.schemes, settings.layers)
         self.exporter = get_exporter(settings.format)
         self.exporter.check(self.by_scheme)
-        self.export_plan: ExportPlan = plan_export(self.source, self.exporter, self._stored_schemes())
+        self.changes = changes_of(self.decoder, self._stored_schemes())
+        self.export_plan: ExportPlan = plan_export(
+            self.source, self.exporter, self._stored_schemes(), self.changes
+        )
+        self._note_untied()
         self.sequences = self.ranks.from_first(self._sequences)
         self.hessians = self._given_hessians()
 
@@ -132,8 +138,11 @@ class Job:
     @cached_property
     def data_facts(self) -> dict[str, Any]:
         """What collected work depends on, whatever will be solved from it."""
+        model = self.ranks.from_first(lambda: model_fingerprint(self.source))
+        if self.settings.transforms:
+            model += f" after {'+'.join(self.settings.transforms)}"
         return {
-            "model": self.ranks.from_first(lambda: model_fingerprint(self.source)),
+            "model": model,
             "calibration": fingerprint(self.sequences),
             "n_sequences": self.settings.n_sequences,
             "sequence_length": self.settings.sequence_length,
@@ -154,14 +163,8 @@ class Job:
     def solved(self) -> Store:
         """The store of solved layers."""
         settings = self.settings.as_dict()
-        for name in (
-            "calibration",
-            "format",
-            "device",
-            "dtype",
-            "hessians",
-        ):  # in data_facts, or without influence on the codes
-            del settings[name]
+        for name in ("calibration", "transform", "format", "device", "dtype", "hessians"):
+            del settings[name]  # in data_facts, or without influence on the codes
         facts = {**self.data_facts, **settings, "scale_dtype": str(self.export_plan.scale_dtype)}
         facts |= {"estimator": self.settings.estimator_name, "aim": self.settings.aim_used}
         if self.hessians:
@@ -181,8 +184,15 @@ class Job:
         )
 
     def reload(self) -> None:
-        """Take the original weights again."""
+        """Take the weights before rounding again."""
         self.decoder = load(self.model, self.settings)
+        self.changes = changes_of(self.decoder, self._stored_schemes())
+
+    def original(self) -> Decoder:
+        """The model as it came, with which results are compared: loaded anew if the decoder is a transformed one."""
+        if not self.settings.transforms:
+            return self.decoder
+        return load(self.model, dataclasses.replace(self.settings, transform="none"))
 
     def collect(self) -> None:
         """First stage."""
@@ -209,7 +219,8 @@ class Job:
         self.apply()
 
     def apply(self) -> None:
-        """Give the decoder the solved weights, as a loader of the checkpoint would see them."""
+        """Give the decoder the solved weights, and those transformed only, as a loader of the checkpoint would see them."""
+        put_back(self.decoder, self.changes)
         for b, specs in enumerate(self.targets):
             for layer in load_solved(self.solved, specs, b, self.schemes).values():
                 self.decoder.set_weight(layer.spec.name, layer.weight().to(self.decoder.dtype))
@@ -243,8 +254,15 @@ class Job:
                 ignore=self.ignored,
                 card=model_card(self._facts(quality)),
                 extra={REPORT: json.dumps(self._record(quality), indent=1) + "\n"},
+                changes=self.changes,
                 overwrite=overwrite,
                 progress=lambda done, total, name: self.progress.advance(),
+            )
+
+    def _note_untied(self) -> None:
+        for key, tensor in self.changes.added(Checkpoint(self.source)).items():
+            self.progress.note(
+                f"The rotated model's head is no longer its embedding: {key} adds {tensor.nbytes / 1e6:.1f} MB."
             )
 
     def _sequences(self) -> list[Tensor]:
@@ -321,6 +339,7 @@ class Job:
         return {
             "title": f"{self.source.name}, {bits_text(schemes)} bit",
             "base_model": self.source.name,
+            "transform": "+".join(settings.transforms) or "none",
             "method": f"{settings.method} ({estimator} Hessians)",
             "format": settings.format,
             **self._scheme_facts(),
@@ -353,20 +372,23 @@ class Job:
         return {"bits": bits_text(schemes), "schemes": rows}
 
     def _record(self, quality: dict[str, Any] | None) -> dict[str, Any]:
-        """What ``bakron.json`` says: the facts of the card, a row a layer, and digests of the dense weights."""
-        digests = {}
+        """What ``bakron.json`` says: the facts of the card, a row a layer, and digests of the weights that are new."""
+        sha256 = digests(self.decoder, self.changes)
         for b, specs in enumerate(self.targets):
             for layer in load_solved(self.solved, specs, b, self.schemes).values():
-                digests[layer.spec.name] = tensor_sha256(layer.weight())
+                sha256[layer.spec.name] = tensor_sha256(layer.weight())
         facts = {key: value for key, value in self._facts(quality).items() if key not in ("usage", "title")}
         layers = [{key: value for key, value in row.items() if key != "seconds"} for row in self.report()]
         if len(self.by_scheme) > 1:
             layers = [{**row, **dataclasses.asdict(self.schemes[row["name"]])} for row in layers]
-        return {**facts, "layers": layers, "sha256": digests}  # no times: the same run gives the same bytes
+        return {**facts, "layers": layers, "sha256": sha256}  # no times: the same run gives the same bytes
 
 
 def load(model: str | Path, settings: Settings | None = None) -> Decoder:
-    """The decoder on the device and in the dtype that ``settings`` ask for; auto is float32 on a CPU, else bfloat16."""
+    """The decoder on the device, in the dtype and after the transforms that ``settings`` ask for.
+
+    dtype auto is float32 on a CPU, else bfloat16.
+    """
     settings = settings or Settings()
     device = settings.device
     if device == "auto":
@@ -374,6 +396,8 @@ def load(model: str | Path, settings: Settings | None = None) -> Decoder:
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
+    if settings.transforms:
+        return load_transformed(model, settings.transforms, dtype=getattr(torch, dtype), device=device)
     return load_decoder(model, dtype=getattr(torch, dtype), device=device)
 
 
@@ -410,10 +434,10 @@ def quantize(
     job = Job(str(model), chosen, work, progress or Silent(), ranks=ranks)
     check_output(job.source, out, overwrite)
     held_out = Evaluation.of(job.decoder, evaluation) if evaluation and ranks.first else None
-    ranks.from_first(lambda: announce(job, on_plan, out))
+    ranks.from_first(lambda: announce(job, on_plan, out, keeps_original=held_out is not None))
     if ranks.from_first((work / "solved").exists):
         job.solved  # noqa: B018 - refuses layers solved with other settings before anything is collected
-    before = held_out.reference(job.decoder, job.progress) if held_out else None
+    before = held_out.reference(job.original(), job.progress) if held_out else None
     job.collect()
     job.solve()
 
@@ -429,9 +453,16 @@ def quantize(
     return ranks.from_first(finish)
 
 
-def announce(job: Job, on_plan: Callable[[Plan], None] | None, out: Path | None = None) -> None:
-    """Make the plan of ``job``, show it to ``on_plan``, and raise DiskSpaceError unless there is room for it, and in ``out``."""
+def announce(
+    job: Job, on_plan: Callable[[Plan], None] | None, out: Path | None = None, keeps_original: bool = False
+) -> None:
+    """Make the plan of ``job``, show it to ``on_plan``, and raise DiskSpaceError unless there is room for it, and in ``out``.
+
+    keeps_original: whether a model that was transformed is there in its original form, too.
+    """
     plan = job.plan()
+    if keeps_original and job.settings.transforms:
+        plan = dataclasses.replace(plan, model=2 * plan.model)
     if on_plan:
         on_plan(plan)
     require_space(job.work, plan.disk, "the work directory")

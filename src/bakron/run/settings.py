@@ -15,6 +15,7 @@ import torch
 from bakron.api import PERCDAMP_IN, PERCDAMP_OUT
 from bakron.core.layers import Scheme
 from bakron.core.solution import ActOrder
+from bakron.core.transforms import TRANSFORMS
 from bakron.errors import ConfigError, require_one_of
 from bakron.estimators import get_estimator
 from bakron.kernels import kernel_names
@@ -46,6 +47,7 @@ class Settings:
     for each linear from the spread of H_out between sequences, up to leaving H_out out.
     refine: passes of coordinate descent over a layer's codes after the sweep, at most.
     skip: regular expressions; linears whose name matches one are left as they are.
+    transform: changes of the weights that leave the model's function as it is, joined by "+" (docs/transforms.md).
     layers: other bits, group_size or symmetric for linears by name (``[[layers]]`` in a recipe); a later rule wins.
 
     Raises ConfigError for values out of range or in contradiction.
@@ -78,6 +80,7 @@ class Settings:
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     skip: tuple[str, ...] = ()
+    transform: str = "none"
     layers: tuple[LayerRule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -116,6 +119,8 @@ class Settings:
                 self.quantizer(None, dataclasses.replace(self.scheme, **rule.changes))
             except ConfigError as error:
                 raise ConfigError(f"layers: the rule for {rule.pattern!r}: {error}") from error
+        for name in self.transforms:
+            require_one_of("transform", name, TRANSFORMS)
         get_estimator(self.estimator_name)
         require_one_of("kernel", self.kernel, ("auto", "reference", *kernel_names()))
         if self.method == "rtn" and self.estimator not in (None, "identity"):
@@ -163,6 +168,14 @@ class Settings:
     def needs_data(self) -> bool:
         """Whether the run reads calibration text at all."""
         return self.estimator_name != "identity"
+
+    @property
+    def transforms(self) -> tuple[str, ...]:
+        """The names in ``transform``, in the order in which they are applied; nothing for "none"."""
+        names = set(self.transform.split("+")) if self.transform != "none" else set()
+        if "rotate" in names:
+            names.add("fold")
+        return tuple(sorted(names, key=lambda name: [*TRANSFORMS, name].index(name)))
 
     @property
     def scheme(self) -> Scheme:

@@ -93,7 +93,7 @@ def export(
     quality = None
     if evaluation:
         held_out = Evaluation.of(job.decoder, evaluation)
-        reference, before = held_out.reference(job.decoder, job.progress)
+        reference, before = held_out.reference(job.original(), job.progress)
         job.apply()
         quality = held_out.facts(before, held_out.of_model(job.decoder, reference, job.progress))
     job.export(out, quality, overwrite)

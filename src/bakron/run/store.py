@@ -141,7 +141,7 @@ def files_sha256(files: Iterable[Path]) -> str:
 
 def remove_work(work: Path) -> None:
     """Drop all that runs write into ``work``, and the directory itself if nothing else is in it."""
-    for name in ("collected", "solved", "runs", "losses"):
+    for name in ("collected", "transformed", "solved", "runs", "losses"):
         shutil.rmtree(work / name, ignore_errors=True)
     if not any(work.iterdir()):
         work.rmdir()

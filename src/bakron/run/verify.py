@@ -1,4 +1,4 @@
-"""Is a checkpoint on disk what was solved? Asked of transformers, which knows nothing of how it was made."""
+"""Is a checkpoint on disk what was made? Asked of transformers, which knows nothing of how it was made."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ LISTED = 20
 
 
 def verify(path: str | Path) -> dict[str, Any]:
-    """Load ``path`` by transformers, compare every quantized weight with the solved one, and run a short prompt.
+    """Load ``path`` by transformers, compare every weight that bakron made with what it made, and run a short prompt.
 
-    Weights are compared by the sha256 of their dense values, which ``bakron.json`` holds.  Returns what was checked.
+    These are all quantized ones, and of transformed models embedding and head as well.  They are compared by the sha256
+    of their dense values, which ``bakron.json`` holds.  Returns what was checked.
     Raises VerificationError, listing the layers that differ, or when there is no ``bakron.json``; ModelError when
     transformers cannot load or run the model; NonFiniteError when a logit is NaN or infinite.
     """
@@ -48,7 +49,7 @@ def verify(path: str | Path) -> dict[str, Any]:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """Linear name → sha256 of its dense weight. Raises VerificationError."""
+    """Module name → sha256 of its dense weight. Raises VerificationError."""
     file = path / REPORT
     if not file.is_file():
         raise VerificationError(
