@@ -148,6 +148,8 @@ def show_plan(plan: Any) -> None:
     parts = (("model", plan.model), ("factors", plan.factors), ("states", plan.boundaries))
     detail = ", ".join(f"{name} {size(n)}" for name, n in (*parts, ("activations", plan.activations)))
     table.add_row("memory", f"{size(plan.memory)} ({detail})")
+    other = plan.beside_model + (plan.model_whole if plan.offload else plan.model_one_block)
+    table.add_row("", f"{size(other)} with offload {'none' if plan.offload else 'disk'}")
     table.add_row("disk", f"{size(plan.disk)} of work, {size(plan.output)} of output")
     if plan.seconds is None:
         table.add_row("time", "little: no calibration data is read")

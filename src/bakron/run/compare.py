@@ -78,7 +78,16 @@ def _row(label: str, job: Job, quality: Quality) -> dict[str, Any]:
 
 def _require_same_data(variants: dict[str, Settings]) -> None:
     """Raise ConfigError, naming the setting, unless all variants read the same text on the same machine."""
-    for name in ("calibration", "n_sequences", "sequence_length", "sampling", "seed", "device", "dtype"):
+    for name in (
+        "calibration",
+        "n_sequences",
+        "sequence_length",
+        "sampling",
+        "seed",
+        "device",
+        "dtype",
+        "offload",
+    ):
         values = {getattr(settings, name) for settings in variants.values()}
         if len(values) > 1:
             raise ConfigError(
@@ -92,7 +101,8 @@ def _together(plans: Sequence[Plan]) -> Plan:
     seconds = [plan.seconds for plan in plans if plan.seconds is not None]
     return dataclasses.replace(
         largest,
-        model=2 * largest.model,
+        model_whole=2 * largest.model_whole,
+        model_one_block=2 * largest.model_one_block,
         disk=sum(plan.disk for plan in plans),
         seconds=sum(seconds) if seconds else None,
     )

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from bakron.models import Decoder, check_views, load_decoder
 from bakron.run.collect import Need, collect
 from bakron.run.evaluation import Evaluation
 from bakron.run.factors import LAYOUT, Factors
-from bakron.run.plan import Plan, make_plan
+from bakron.run.plan import Plan, make_plan, shortage
 from bakron.run.progress import Progress, Silent, stage
 from bakron.run.rules import bits_text, check_rules, scheme_of
 from bakron.run.settings import Settings
@@ -156,6 +156,7 @@ class Job:
             "device",
             "dtype",
             "hessians",
+            "offload",
         ):  # in data_facts, or without influence on the codes
             del settings[name]
         facts = {**self.data_facts, **settings, "scale_dtype": str(self.export_plan.scale_dtype)}
@@ -165,8 +166,8 @@ class Job:
         return Store(self.work / "solved", facts)
 
     def plan(self) -> Plan:
-        """Memory, disk and time that the run will need."""
-        return make_plan(
+        """Memory, disk and time that the run will need. Notes when the memory beside the model is not free."""
+        plan = make_plan(
             self.decoder,
             self.targets,
             [len(ids) for ids in self.sequences],
@@ -174,6 +175,10 @@ class Job:
             self.export_plan,
             given=self.hessians is not None,
         )
+        short = shortage(plan, self.decoder.device)
+        if short:
+            self.progress.note(short)
+        return plan
 
     def reload(self) -> None:
         """Take the original weights again."""
@@ -205,9 +210,13 @@ class Job:
 
     def apply(self) -> None:
         """Give the decoder the solved weights, as a loader of the checkpoint would see them."""
-        for b, specs in enumerate(self.targets):
-            for layer in load_solved(self.solved, specs, b, self.schemes).values():
-                self.decoder.set_weight(layer.spec.name, layer.weight().to(self.decoder.dtype))
+        for b in range(self.decoder.n_blocks):
+            self.decoder.replace_weights(b, partial(self._solved_weights, b))
+
+    def _solved_weights(self, b: int) -> dict[str, Tensor]:
+        """The weights that the solved codes of block b stand for, by name of their linear."""
+        layers = load_solved(self.solved, self.targets[b], b, self.schemes)
+        return {name: layer.weight() for name, layer in layers.items()}
 
     def report(self) -> list[dict[str, Any]]:
         """A row for each solved linear: losses, certificate, damping, clip rate, data, seconds."""
@@ -318,7 +327,7 @@ class Job:
             "quality": quality,
             "usage": self.exporter.usage(schemes),
             "settings": {
-                **settings.as_dict(),
+                **{key: value for key, value in settings.as_dict().items() if key != "offload"},
                 "calibration": Path(settings.calibration or "").name or None,
                 "hessians": Path(settings.hessians or "").name or None,
             },
@@ -362,7 +371,7 @@ def load(model: str | Path, settings: Settings | None = None) -> Decoder:
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    return load_decoder(model, dtype=getattr(torch, dtype), device=device)
+    return load_decoder(model, dtype=getattr(torch, dtype), device=device, offload=settings.offload)
 
 
 def quantize(

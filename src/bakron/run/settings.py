@@ -41,6 +41,7 @@ class Settings:
     bakron and 0 for gptq.
     percdamp_aim: damping of that move, relative to each input's own size; more follows less of the noise.
     refine: passes of coordinate descent over a layer's codes after the sweep, at most.
+    offload: "disk" has the weights of one block at a time in memory; the result has the same bytes.
     skip: regular expressions; linears whose name matches one are left as they are.
     layers: other bits, group_size or symmetric for linears by name (``[[layers]]`` in a recipe); a later rule wins.
 
@@ -72,6 +73,7 @@ class Settings:
     format: str = "compressed-tensors"
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    offload: Literal["none", "disk"] = "none"
     skip: tuple[str, ...] = ()
     layers: tuple[LayerRule, ...] = ()
 
@@ -204,6 +206,7 @@ _CHOICES = {
     "act_order": get_args(ActOrder),
     "sampling": ("pack", "per-sample"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "offload": ("none", "disk"),
 }
 
 
