@@ -198,10 +198,15 @@ def test_replaced_weights_last_and_set_ones_go_with_the_block(home: Path) -> Non
     assert torch.equal(decoder.get_weight(name), original + 1)
     decoder.get_weight(other)
     assert torch.equal(decoder.get_weight(name), original)
-    decoder.replace_weights(1, lambda: {name: original + 2})
+    decoder.replace_weights(1, lambda: [(name, original + 2)])
     for _ in range(2):
         assert torch.equal(decoder.get_weight(name), original + 2)
         decoder.get_weight(other)
+    decoder.replace_weights(1, lambda: [(name, original * torch.nan)])
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match=name):
+            decoder.get_weight(name)
+        assert full_blocks(decoder) == []
 
 
 def test_quality_is_measured_the_same(home: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -278,14 +278,14 @@ class Decoder:
         with torch.no_grad():
             parameter.copy_(value.T if isinstance(module, Conv1D) else value)
 
-    def replace_weights(self, b: int, weights: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Give linears of block b the (d_out, d_in) values that ``weights()`` has by their names, for good.
+    def replace_weights(self, b: int, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """Give linears of block b, for good, the (d_out, d_in) values that ``weights()`` has, with their names.
 
         They are asked for at once, of an offloaded block instead whenever it is filled.  Raises what ``set_weight`` does.
         """
 
         def replace() -> None:
-            for name, weight in weights().items():
+            for name, weight in weights():
                 self.set_weight(name, weight)
 
         if self.offloaded is None:

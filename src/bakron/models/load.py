@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from logging import ERROR, getLogger
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,10 +21,6 @@ from bakron.models.decoder import Decoder
 from bakron.models.decompress import dense_tensors, write_dense
 from bakron.models.families import CAUSAL_CLASS_ENDINGS
 from bakron.models.memory import parameter_bytes, require_memory
-from bakron.models.structure import find_blocks, refuse_fused_experts
-
-if TYPE_CHECKING:
-    from bakron.models.offload import OffloadedBlocks
 
 
 def load_decoder(
@@ -52,18 +49,19 @@ def load_decoder(
         if quantization is not None:
             del config.quantization_config
         skeleton = _skeleton(directory, model_class, config)
-        if offload == "none":
-            needed = parameter_bytes(skeleton, dtype)
+        if offload == "disk":
+            unpacked = _unpacked(directory, quantization)
+            places = _offload().device_map(skeleton, device)
+            source = {**_source(Path(unpacked.name) if unpacked else directory), "device_map": places}
+            model, unused = _from_pretrained(directory, model_class, config, dtype, source)
+            blocks = _offload().OffloadedBlocks(model, device, unpacked)
+        else:
             for place in {torch.device("cpu"), device}:
-                require_memory(directory, needed, place)
+                require_memory(directory, parameter_bytes(skeleton, dtype), place)
             source = _source(directory, quantization)
             model, unused = _from_pretrained(directory, model_class, config, dtype, source)
             model.to(device)  # pyright: ignore[reportArgumentType]
             blocks = None
-        else:
-            model, unused, blocks = _offloaded(
-                directory, model_class, config, dtype, device, quantization, skeleton
-            )
     if unused:
         warnings.warn(
             f"{directory}: {model_class.__name__} has no place for these tensors: {listing(unused)}.",
@@ -73,7 +71,7 @@ def load_decoder(
     return Decoder(model, path=directory, shapes=shapes if quantization is None else None, offloaded=blocks)
 
 
-def _source(directory: Path, quantization: dict[str, Any] | None) -> dict[str, Any]:
+def _source(directory: Path, quantization: dict[str, Any] | None = None) -> dict[str, Any]:
     """Where transformers takes the tensors from."""
     if quantization is None:
         return {"pretrained_model_name_or_path": directory, "local_files_only": True}
@@ -83,35 +81,24 @@ def _source(directory: Path, quantization: dict[str, Any] | None) -> dict[str, A
     }
 
 
-def _offloaded(
-    directory: Path,
-    model_class: Any,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    quantization: dict[str, Any] | None,
-    skeleton: nn.Module,
-) -> tuple[nn.Module, list[str], OffloadedBlocks]:
-    """What ``_from_pretrained`` returns, the blocks' parameters left on disk, and what has them filled."""
+def _unpacked(directory: Path, quantization: dict[str, Any] | None) -> TemporaryDirectory[str] | None:
+    """A dense copy of a quantized checkpoint, which lasts as long as the object; None when it is dense itself."""
+    if quantization is None:
+        return None
+    folder = TemporaryDirectory(prefix="bakron-")
+    write_dense(directory, quantization, Path(folder.name))
+    return folder
+
+
+def _offload() -> ModuleType:
+    """The module that needs accelerate. Raises MissingExtraError."""
     try:
-        from bakron.models.offload import OffloadedBlocks
+        import bakron.models.offload as offload
     except ImportError as error:
         raise MissingExtraError(
             'offload: disk needs accelerate, which knows where each weight is: pip install "bakron[offload]"'
         ) from error
-    root, blocks = find_blocks(skeleton)
-    for b, block in enumerate(blocks):
-        refuse_fused_experts(block, f"{root}.{b}")
-    tensors = [*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers()]
-    places = {name: str(device) for name, _ in tensors if not name.startswith(f"{root}.")}
-    places |= {f"{root}.{b}": "disk" for b in range(len(blocks))}
-    kept = None
-    if quantization is not None:
-        kept = TemporaryDirectory(prefix="bakron-")
-        write_dense(directory, quantization, Path(kept.name))
-    source = {**_source(Path(kept.name) if kept else directory, None), "device_map": places}
-    model, unused = _from_pretrained(directory, model_class, config, dtype, source)
-    return model, unused, OffloadedBlocks(model, root, find_blocks(model)[1], device, kept)
+    return offload
 
 
 def _model_class(directory: Path, raw: dict[str, Any]) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,20 @@ from accelerate.hooks import remove_hook_from_submodules
 from torch import Tensor, nn
 
 from bakron.models.checkpoint import require_finite
+from bakron.models.structure import find_blocks, refuse_fused_experts
+
+
+def device_map(skeleton: nn.Module, device: torch.device) -> dict[str, str]:
+    """What transformers has to be told, so that it leaves the parameters of blocks on disk and loads the others.
+
+    skeleton: the model on the meta device.  Raises ModelError for experts fused in one parameter.
+    """
+    root, blocks = find_blocks(skeleton)
+    for b, block in enumerate(blocks):
+        refuse_fused_experts(block, f"{root}.{b}")
+    tensors = [*skeleton.named_parameters(remove_duplicate=False), *skeleton.named_buffers()]
+    outside = {name: str(device) for name, _ in tensors if not name.startswith(f"{root}.")}
+    return outside | {f"{root}.{b}": "disk" for b in range(len(blocks))}
 
 
 class OffloadedBlocks:
@@ -20,20 +34,19 @@ class OffloadedBlocks:
     device: where blocks run.  full: the number of the block that is in memory, if one is.
     """
 
-    def __init__(
-        self, model: nn.Module, root: str, blocks: Sequence[nn.Module], device: torch.device, kept: Any = None
-    ) -> None:
-        """blocks: of ``model``, on the meta device, called ``root``.0 and so on.  kept: lives as long as the files are read.
+    def __init__(self, model: nn.Module, device: torch.device, kept: Any = None) -> None:
+        """model: loaded by transformers with ``device_map``.  kept: has to live as long as the files are read.
 
         accelerate's hooks tell where each parameter is. They are taken off then, for they read it at every call.
         """
-        self.root, self.blocks, self.device, self.kept = root, blocks, device, kept
+        self.device, self.kept = device, kept
+        self.root, self.blocks = find_blocks(model)
         self.full: int | None = None
         self._replacements: dict[int, Callable[[], None]] = {}
-        self._empty = [dict(block.named_parameters()) for block in blocks]
-        self._readers = [_readers(block) for block in blocks]
+        self._empty = [dict(block.named_parameters()) for block in self.blocks]
+        self._readers = [_readers(block) for block in self.blocks]
         remove_hook_from_submodules(model)
-        for b, block in enumerate(blocks):
+        for b, block in enumerate(self.blocks):
             block.forward = self._filling(b, block.forward)
 
     def fill(self, b: int) -> None:
@@ -45,8 +58,11 @@ class OffloadedBlocks:
         require_finite({f"{self.root}.{b}.{name}": value for name, value in parameters.items()})
         self.blocks[b].load_state_dict(parameters, strict=False, assign=True)
         self.full = b
-        if b in self._replacements:
-            self._replacements[b]()
+        try:
+            self._replacements.get(b, lambda: None)()
+        except BaseException:
+            self._empty_full()  # or the block would pass for one that has been changed
+            raise
 
     def replace(self, b: int, write: Callable[[], None]) -> None:
         """Call ``write``, which changes parameters of block b, whenever the block is filled from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -213,10 +213,10 @@ class Job:
         for b in range(self.decoder.n_blocks):
             self.decoder.replace_weights(b, partial(self._solved_weights, b))
 
-    def _solved_weights(self, b: int) -> dict[str, Tensor]:
-        """The weights that the solved codes of block b stand for, by name of their linear."""
-        layers = load_solved(self.solved, self.targets[b], b, self.schemes)
-        return {name: layer.weight() for name, layer in layers.items()}
+    def _solved_weights(self, b: int) -> Iterator[tuple[str, Tensor]]:
+        """The names of the solved linears of block b, and the weights that their codes stand for."""
+        for name, layer in load_solved(self.solved, self.targets[b], b, self.schemes).items():
+            yield name, layer.weight()
 
     def report(self) -> list[dict[str, Any]]:
         """A row for each solved linear: losses, certificate, damping, clip rate, data, seconds."""
