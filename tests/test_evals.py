@@ -4,8 +4,8 @@ distance zero from itself; the reference outlives changes of blocks; non-finite 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -31,6 +31,13 @@ class Toy:
 
     def hidden(self, ids: Tensor) -> Tensor:
         return (self.embedding[ids] @ self.block).cumsum(0) / torch.arange(1, len(ids) + 1)[:, None]
+
+    def hidden_states(self, sequences: Sequence[Tensor], advance: Callable[[], None]) -> list[Tensor]:
+        states = []
+        for ids in sequences:
+            states.append(self.hidden(ids))
+            advance()
+        return states
 
     def tail(self, h: Tensor) -> Tensor:
         self.asked.append(len(h))
@@ -174,15 +181,16 @@ def test_chunk_must_be_positive(sequences: list[Tensor]) -> None:
         evaluate(Toy(), sequences, chunk=0)
 
 
-def test_progress_counts_sequences(sequences: list[Tensor]) -> None:
-    calls: list[tuple[int, int]] = []
+def test_progress_counts_blocks_and_logits_of_each_sequence(sequences: list[Tensor]) -> None:
+    calls: list[None] = []
 
-    def progress(*call: Any) -> None:
-        calls.append(call)
+    def progress() -> None:
+        calls.append(None)
 
     reference = Reference(Toy(), sequences, progress=progress)
+    assert len(calls) == 3
     evaluate(Toy(), sequences, reference, progress=progress)
-    assert calls == [(1, 3), (2, 3), (3, 3)] * 2
+    assert len(calls) == 3 + 2 * 3
 
 
 def test_nothing_requires_grad(sequences: list[Tensor]) -> None:

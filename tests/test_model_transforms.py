@@ -76,7 +76,7 @@ def test_a_rotation_spreads_a_large_channel() -> None:
     decoder = Decoder(model)
 
     def peak() -> float:
-        h = decoder.hidden(IDS)
+        h = decoder.hidden_states([IDS])[0]
         return float((h.abs().amax(1) / h.square().mean(1).sqrt()).mean())
 
     before = peak()

@@ -60,13 +60,13 @@ def test_chain_of_blocks_equals_hidden_and_tail_equals_logits(decoder: Decoder) 
             h = decoder.run_block(b, h)
         logits = decoder.model(ids[None], use_cache=False).logits[0]
     assert h.shape == (23, decoder.hidden_size)
-    assert torch.equal(h, decoder.hidden(ids))
+    assert torch.equal(h, decoder.hidden_states([make_ids(5), ids])[1])
     assert torch.equal(decoder.tail(h), logits)
     torch.testing.assert_close(decoder.tail(h[5:9]), logits[5:9])
 
 
 def test_blocks_are_causal_and_read_the_length_of_their_input(decoder: Decoder) -> None:
-    long, short = decoder.hidden(make_ids(40)), decoder.hidden(make_ids(40)[:13])
+    long, short = decoder.hidden_states([make_ids(40), make_ids(40)[:13]])
     torch.testing.assert_close(long[:13], short, rtol=1e-4, atol=1e-4)
 
 
@@ -398,7 +398,7 @@ def test_token_ids_are_checked(llama: Path) -> None:
         decoder.embed(make_ids(5)[None])
     for bad in (make_ids(129), make_ids(0), torch.tensor([3, TINY_VOCAB]), torch.tensor([-1])):
         with pytest.raises(DataError, match="Token ids"):
-            decoder.hidden(bad)
+            decoder.hidden_states([bad])
 
 
 # Structure

@@ -234,3 +234,10 @@ def test_scheme_and_quantizer_are_those_of_the_settings() -> None:
     quantizer = settings.quantizer(torch.bfloat16)
     seen = (quantizer.bits, quantizer.group_size, quantizer.symmetric, quantizer.scale, quantizer.scale_dtype)
     assert seen == (5, 32, False, "minmax", torch.bfloat16)
+
+
+def test_weights_in_files_are_not_transformed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"offload: disk leaves .* transform rotate changes .*bakron transform"
+    ):
+        Settings(transform="rotate", offload="disk")

@@ -50,6 +50,10 @@ class DiskSpaceError(BakronError):
     """The disk has less room than the run will need."""
 
 
+class MemorySpaceError(BakronError):
+    """A model takes more memory than is free."""
+
+
 class MissingExtraError(BakronError):
     """An optional dependency is not installed; the message names the extra to install."""
 

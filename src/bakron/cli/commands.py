@@ -153,7 +153,7 @@ def export(
 
 
 @app.command("eval")
-@with_settings(only=("device", "dtype"))
+@with_settings(only=("device", "dtype", "offload"))
 def evaluate(
     model: Annotated[str, typer.Argument(help="Checkpoint to measure.", metavar="DIR")],
     text: Annotated[

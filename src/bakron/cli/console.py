@@ -191,6 +191,8 @@ def show_plan(plan: Any) -> None:
     detail = ", ".join(f"{name} {size(n)}" for name, n in (*parts, ("activations", plan.activations)))
     each = f" in each of {plan.n_ranks} processes" if plan.n_ranks > 1 else ""
     table.add_row("memory", f"{size(plan.memory)}{each} ({detail})")
+    other = plan.beside_model + (plan.model_whole if plan.offload else plan.model_one_block)
+    table.add_row("", f"{size(other)} with offload {'none' if plan.offload else 'disk'}")
     table.add_row("disk", f"{size(plan.disk)} of work, {size(plan.output)} of output")
     if plan.seconds is None:
         table.add_row("time", "little: no calibration data is read")

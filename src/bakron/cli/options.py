@@ -138,6 +138,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "auto",
             "Of the model while calibrating; auto is float32 on a CPU, else bfloat16.",
         ),
+        "offload": Option(
+            Literal["none", "disk"],
+            "none",
+            "Have the weights of one block at a time in memory, and leave the others on disk.",
+        ),
     },
 }
 SOLVE = tuple(name for name in (*OPTIONS[GRID], *OPTIONS[METHOD]) if name != "format")

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from bakron.errors import ConfigError, DataError, NonFiniteError, ShapeError
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[], None]
 
 
 class DecoderLike(Protocol):
-    """What is asked of a model: its state after the last block, and the logits that follow from it."""
+    """What is asked of a model: its states after the last block, and the logits that follow from one."""
 
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
         ...
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """ids (T,) → (T, d)."""
+    def hidden_states(self, sequences: Sequence[Tensor], advance: Progress) -> list[Tensor]:
+        """For each of the ids (T,) → (T, d); advance() is called after each block of each sequence."""
         ...
 
     def tail(self, h: Tensor) -> Tensor:
@@ -54,18 +54,14 @@ class Reference:
     """
 
     def __init__(
-        self, decoder: DecoderLike, sequences: Sequence[Tensor], *, progress: Progress | None = None
+        self, decoder: DecoderLike, sequences: Sequence[Tensor], *, progress: Progress = lambda: None
     ) -> None:
-        """sequences: ids (T,), T ≥ 2.  progress(done, total) after each.  Raises DataError."""
+        """sequences: ids (T,), T ≥ 2.  progress() after each block of each.  Raises DataError."""
         _check_sequences(sequences)
         self.sequences = [ids.cpu().clone() for ids in sequences]
         self.decoder = decoder
-        self.hidden: list[Tensor] = []
-        for ids in sequences:
-            with torch.no_grad():
-                self.hidden.append(decoder.hidden(ids).cpu())
-            if progress:
-                progress(len(self.hidden), len(sequences))
+        with torch.no_grad():
+            self.hidden = [h.cpu() for h in decoder.hidden_states(self.sequences, progress)]
 
     def check(self, sequences: Sequence[Tensor]) -> None:
         """Raises ConfigError unless these are the sequences it was made from."""
@@ -85,13 +81,13 @@ def evaluate(
     reference: Reference | None = None,
     *,
     chunk: int = 256,
-    progress: Progress | None = None,
+    progress: Progress = lambda: None,
 ) -> Quality:
     """The quality of ``decoder`` on ids (T,), T ≥ 2: all positions but the last predict the token after them.
 
     Logits exist for ``chunk`` positions at a time, in float32; sums over tokens and vocabulary are float64.
-    kl_p99 is the smallest value that at least 99 % of all tokens do not exceed.  progress(done, total) is
-    called after each sequence.
+    kl_p99 is the smallest value that at least 99 % of all tokens do not exceed.  progress() is called after
+    each block of each sequence, and after its logits.
     Raises DataError, ConfigError (a reference of other sequences), ShapeError (another vocabulary),
     NonFiniteError (logits; it names the sequence and the position).
     """
@@ -104,7 +100,7 @@ def evaluate_each(
     reference: Reference | None = None,
     *,
     chunk: int = 256,
-    progress: Progress | None = None,
+    progress: Progress = lambda: None,
 ) -> tuple[Quality, list[Quality]]:
     """What ``evaluate`` returns, and the same for each sequence by itself, of which intervals can be made."""
     _check_sequences(sequences)
@@ -113,12 +109,13 @@ def evaluate_each(
     if reference is not None:
         reference.check(sequences)
     parts: list[_Tokens] = []
-    for s, ids in enumerate(sequences):
+    with torch.no_grad():
+        states = decoder.hidden_states(sequences, progress)
+    for s, (ids, h) in enumerate(zip(sequences, states, strict=True)):
         losses: list[Tensor] = []
         divergences: list[Tensor] = []
         agreements: list[Tensor] = []
         with torch.no_grad():
-            h = decoder.hidden(ids)
             for start in range(0, len(ids) - 1, chunk):
                 stop = min(start + chunk, len(ids) - 1)
                 log_p = _log_probabilities(decoder, h[start:stop], f"sequence {s}", start)
@@ -130,8 +127,7 @@ def evaluate_each(
                     divergences.append(_kl(original, log_p).cpu())
                     agreements.append((original.argmax(1) == log_p.argmax(1)).cpu())
         parts.append((losses, divergences, agreements))
-        if progress:
-            progress(s + 1, len(sequences))
+        progress()
     return _quality(parts), [_quality([part]) for part in parts]
 
 

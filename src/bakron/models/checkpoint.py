@@ -1,4 +1,4 @@
-"""The checkpoint directory a model comes from: where it is, and which tensors its safetensors files hold."""
+"""The checkpoint directory a model comes from: where it is, which tensors its files hold, and whether they are finite."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from bakron.errors import ModelError
+from bakron.errors import ModelError, NonFiniteError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -56,6 +58,21 @@ def _snapshot(name: str) -> Path:
 def first_line(error: Exception) -> str:
     """The first line of an error's message, which may be empty."""
     return str(error).partition("\n")[0]
+
+
+def listing(names: list[str], most: int = 8) -> str:
+    """The names in one line, cut after ``most`` of them."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def require_finite(parameters: Mapping[str, Tensor]) -> None:
+    """Raises NonFiniteError naming the parameters that hold NaN or infinity."""
+    bad = [name for name, parameter in parameters.items() if not bool(torch.isfinite(parameter).all())]
+    if bad:
+        raise NonFiniteError(
+            f"{listing(bad)}: the weights hold NaN or infinity. The checkpoint is damaged, "
+            "or its values overflow the compute dtype; load it in float32 or fetch it again."
+        )
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from bakron.models.replay import BlockCall, CallCache, StopForward, stubbed
 from bakron.models.residual import Writer, find_writers
 from bakron.models.structure import LINEAR_TYPES, expert_count, find_blocks, find_linears, trace, weight_shape
 
+if TYPE_CHECKING:
+    from bakron.models.offload import OffloadedBlocks
+
 TRACE_LENGTH = 4
 TAIL_CHECK_LENGTH = 32
 
@@ -31,6 +34,7 @@ class Decoder:
     model, config: the transformers objects (config of the text part).  path: checkpoint directory, or None.
     blocks, n_blocks: the decoder blocks.  hidden_size, vocab_size, max_length: of the configuration.
     device, dtype: of hidden states and weights.  tied: head and embedding are one tensor.
+    offloaded: what fills blocks from disk when they run, one at a time; None when all are in memory.
     linears: per block, the quantizable linears in order of execution; routers of experts are not among them.
     groups: per block, the names of linears that receive the very same input tensor, in order of execution.
     other_linears: names of all further linears (head, routers), which are never quantized.
@@ -38,10 +42,16 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, *, path: Path | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None
+        self,
+        model: Any,
+        *,
+        path: Path | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        offloaded: OffloadedBlocks | None = None,
     ) -> None:
         """model: a transformers causal language model.  shapes: of the source checkpoint's tensors by key;
-        without them a linear's tensor key is its name and ``.weight``.  Raises ModelError.
+        without them a linear's tensor key is its name and ``.weight``.  offloaded: the blocks, if they are on disk.
+        Raises ModelError, and NonFiniteError naming parameters of an offloaded block: each is filled once.
         """
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
@@ -54,7 +64,8 @@ class Decoder:
         self.vocab_size = int(self.config.vocab_size)
         self.max_length = _max_length(self.config)
         parameter = next(self.blocks[0].parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
+        self.device, self.dtype = offloaded.device if offloaded else parameter.device, parameter.dtype
+        self.offloaded = offloaded
 
         n_experts = expert_count(self.config)
         named = [find_linears(block, f"{self.root}.{b}", n_experts) for b, block in enumerate(self.blocks)]
@@ -63,15 +74,15 @@ class Decoder:
             {name: named[b][name] for group in groups for name in group}
             for b, groups in enumerate(self.groups)
         ]
-        self._by_name = {name: module for block in self._modules for name, module in block.items()}
         self.linears = [
             [self._spec(b, name, module) for name, module in block.items()]
             for b, block in enumerate(self._modules)
         ]
+        chosen = {name for block in self._modules for name in block}
         self.other_linears = [
             name
             for name, module in model.named_modules()
-            if isinstance(module, LINEAR_TYPES) and name not in self._by_name
+            if isinstance(module, LINEAR_TYPES) and name not in chosen
         ]
         self._calls = CallCache(self._record_calls)
         self._writers: dict[int, tuple[Writer, ...]] = {}
@@ -241,24 +252,20 @@ class Decoder:
         with stubbed(self.blocks, stub):
             return self.model(self._dummy(h.shape[0]), use_cache=False).logits[0]
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """ids (T,) → the state (T, d) leaving the last block, by the model's own forward.
+    def hidden_states(
+        self, sequences: Sequence[Tensor], advance: Callable[[], None] = lambda: None
+    ) -> list[Tensor]:
+        """For each of the ids (T,), the state (T, d) that leaves the last block; all go through a block before the next.
 
-        Raises ShapeError, DataError.
+        advance: called after each run of a block.  Raises ShapeError, DataError.
         """
-
-        def stop(_module: nn.Module, _args: Any, out: Any) -> None:
-            raise StopForward(out[0] if isinstance(out, tuple) else out)
-
-        handle = self.blocks[-1].register_forward_hook(stop)
-        try:
-            with torch.no_grad():
-                self.model(self._batch(ids), use_cache=False)
-        except StopForward as stopped:
-            return stopped.hidden[0]
-        finally:
-            handle.remove()
-        raise ModelError(f"{self.root}.{self.n_blocks - 1}: the model's forward did not run its last block.")
+        states = [self.embed(ids) for ids in sequences]
+        for b in range(self.n_blocks):
+            for index, h in enumerate(states):
+                with torch.no_grad():
+                    states[index] = self.run_block(b, h)
+                advance()
+        return states
 
     def logits(self, ids: Tensor) -> Tensor:
         """ids (T,) → logits (T, V), by the model's own forward. Raises ShapeError, DataError."""
@@ -269,7 +276,7 @@ class Decoder:
 
     def get_weight(self, name: str) -> Tensor:
         """A (d_out, d_in) copy of a linear's weight, float32 (float64 if stored so). Raises ModelError."""
-        module = self._linear(name)
+        module = self._filled(name)
         weight = module.get_parameter("weight").detach()
         weight = weight.T if isinstance(module, Conv1D) else weight
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -278,9 +285,10 @@ class Decoder:
     def set_weight(self, name: str, weight: Tensor) -> None:
         """Overwrite a linear's weight with (d_out, d_in) values, cast to the model's dtype, on its device.
 
+        In an offloaded block it lasts until another block runs; ``replace_weights`` is for good.
         Raises ModelError (no such linear), ShapeError, NonFiniteError; nothing is changed then.
         """
-        module = self._linear(name)
+        module = self._filled(name)
         if tuple(weight.shape) != weight_shape(module):
             raise ShapeError(f"{name}: expected a weight {weight_shape(module)}, seen {tuple(weight.shape)}.")
         parameter = module.get_parameter("weight")
@@ -297,12 +305,30 @@ class Decoder:
         self.dtype = dtype
         self._calls = CallCache(self._record_calls)
 
-    def _linear(self, name: str) -> nn.Module:
-        if name not in self._by_name:
-            raise ModelError(
-                f"{name}: not a quantizable linear; there are {', '.join(list(self._by_name)[:8])} ..."
-            )
-        return self._by_name[name]
+    def replace_weights(self, b: int, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """Give linears of block b, for good, the (d_out, d_in) values that ``weights()`` has, with their names.
+
+        They are asked for at once, of an offloaded block instead whenever it is filled.  Raises what ``set_weight`` does.
+        """
+
+        def replace() -> None:
+            for name, weight in weights():
+                self.set_weight(name, weight)
+
+        if self.offloaded is None:
+            replace()
+        else:
+            self.offloaded.replace(b, replace)
+
+    def _filled(self, name: str) -> nn.Module:
+        """The linear called ``name``, its parameters in memory. Raises ModelError."""
+        for b, block in enumerate(self._modules):
+            if name in block:
+                if self.offloaded:
+                    self.offloaded.fill(b)
+                return block[name]
+        known = [name for block in self._modules for name in block]
+        raise ModelError(f"{name}: not a quantizable linear; there are {', '.join(known[:8])} ...")
 
     # Checks
 
@@ -310,28 +336,34 @@ class Decoder:
         """Raises ModelError, naming the block, unless embedding, blocks and tail, run one by one, give bit
         for bit what the model's own forward gives on ids (T,).  The tail is checked on the first tokens only.
         """
-        states = self._own_states(ids)
+        calls, forwards = self._calls.get(len(ids)), [block.forward for block in self.blocks]
+        embedded = self.embed(ids)
+
+        def both(b: int, hidden: Tensor, call: BlockCall) -> Any:
+            if b == 0:
+                _require_equal("the embedding", embedded, hidden[0])
+            own = call(forwards[b], hidden)
+            _require_equal(f"block {self.root}.{b}", calls[b](forwards[b], hidden), own)
+            if b == self.n_blocks - 1:
+                raise StopForward(own)
+            return self._as_output(own)
+
+        self._stopped(self._batch(ids), both)
+        last, logits = self._own_end(ids[:TAIL_CHECK_LENGTH])
         with torch.no_grad():
-            _require_equal("the embedding", self.embed(ids), states[0])
-            for b in range(self.n_blocks):
-                _require_equal(f"block {self.root}.{b}", self.run_block(b, states[b]), states[b + 1])
-            short = ids[:TAIL_CHECK_LENGTH]
-            _require_equal("the tail after the last block", self.tail(self.hidden(short)), self.logits(short))
+            _require_equal("the tail after the last block", self.tail(last), logits)
 
-    def _own_states(self, ids: Tensor) -> list[Tensor]:
-        """The states (T, d) around all blocks, n_blocks + 1 of them, in the model's own forward."""
-        states: list[Tensor] = []
-
-        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states.append((args[0] if args else kwargs["hidden_states"])[0])
-
-        handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in self.blocks]
+    def _own_end(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The state (T, d) leaving the last block and the logits (T, V) in the model's own forward on ids (T,)."""
+        outputs: list[Any] = []
+        handle = self.blocks[-1].register_forward_hook(lambda _module, _args, out: outputs.append(out))
         try:
-            last = self.hidden(ids)
+            with torch.no_grad():
+                logits = self.model(self._batch(ids), use_cache=False).logits[0]
         finally:
-            for handle in handles:
-                handle.remove()
-        return [*states, last]
+            handle.remove()
+        (out,) = outputs
+        return (out[0] if isinstance(out, tuple) else out)[0], logits
 
     # Machinery
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bakron.errors import FormatError, MissingExtraError, ModelError
-from bakron.models.checkpoint import shard_files
+from bakron.models.checkpoint import INDEX_FILE, read_config, shard_files
 
 METHOD = "compressed-tensors"
+SHARD_BYTES = 2**30
 
 
-def dense_state_dict(directory: Path, quantization: dict[str, Any]) -> dict[str, Tensor]:
-    """All tensors of a compressed-tensors checkpoint, each quantized weight dense and in its scale's dtype.
+def dense_tensors(directory: Path, quantization: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a compressed-tensors checkpoint by key, each quantized weight dense and in its scale's dtype.
 
     quantization: config.json's ``quantization_config``.  Each layer is decompressed with the scheme of its
     own config group (transformers' own ``dequantize=True`` takes the first group for all of them).
@@ -29,15 +33,39 @@ def dense_state_dict(directory: Path, quantization: dict[str, Any]) -> dict[str,
             f"not read. Expected a dense checkpoint, or one in the {METHOD} format. "
             "Start from the original model."
         )
-    state = {key: tensor for file in shard_files(directory) for key, tensor in load_file(file).items()}
-    for name in [key.removesuffix(".weight_scale") for key in state if key.endswith(".weight_scale")]:
-        local = {key: state.pop(f"{name}.{key}") for key in _local_keys(name, state)}
-        state[f"{name}.weight"] = _decompress(name, local, quantization)
-    return state
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in shard_files(directory)]
+        found: dict[str, Any] = {key: file for file in files for key in file.keys()}  # noqa: SIM118
+        quantized = [key.removesuffix(".weight_scale") for key in found if key.endswith(".weight_scale")]
+        for name in quantized:
+            keys = [key for key in found if key.startswith(f"{name}.weight")]
+            local = {key.removeprefix(f"{name}."): found.pop(key).get_tensor(key) for key in keys}
+            yield f"{name}.weight", _decompress(name, local, quantization)
+        for key, file in found.items():
+            yield key, file.get_tensor(key)
 
 
-def _local_keys(name: str, state: Iterable[str]) -> list[str]:
-    return [key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}.weight")]
+def write_dense(directory: Path, quantization: dict[str, Any], out: Path) -> None:
+    """Make a dense checkpoint of a compressed-tensors one in the directory ``out``, with one shard in memory."""
+    config = read_config(directory)
+    del config["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config))
+    places: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+
+    def publish() -> None:
+        file = f"{len(places)}.safetensors"
+        save_file(shard, out / file, {"format": "pt"})
+        places.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for key, tensor in dense_tensors(directory, quantization):
+        shard[key] = tensor.contiguous()
+        if sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
+            publish()
+    if shard:
+        publish()
+    (out / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 def _decompress(name: str, local: dict[str, Tensor], quantization: dict[str, Any]) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from bakron.errors import MissingExtraError, ModelError
-from bakron.models.checkpoint import first_line, locate, read_config
-from bakron.models.load import listing, quiet
+from bakron.models.checkpoint import first_line, listing, locate, read_config
+from bakron.models.load import quiet
 
 
 class Reloaded:

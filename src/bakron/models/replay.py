@@ -30,8 +30,8 @@ class BlockCall:
     kwargs: dict[str, Any]
     keyword: bool
 
-    def __call__(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """Run ``block`` on hidden (1, T, d); returns (1, T, d)."""
+    def __call__(self, block: Callable[..., Any], hidden: Tensor) -> Tensor:
+        """Run ``block``, or the forward of one, on hidden (1, T, d); returns (1, T, d)."""
         if self.keyword:
             out = block(*self.args, hidden_states=hidden, **self.kwargs)
         else:

@@ -110,7 +110,16 @@ def _row(label: str, job: Job, quality: Quality) -> dict[str, Any]:
 
 def _require_same_data(variants: dict[str, Settings]) -> None:
     """Raise ConfigError, naming the setting, unless all variants read the same text on the same machine."""
-    for name in ("calibration", "n_sequences", "sequence_length", "sampling", "seed", "device", "dtype"):
+    for name in (
+        "calibration",
+        "n_sequences",
+        "sequence_length",
+        "sampling",
+        "seed",
+        "device",
+        "dtype",
+        "offload",
+    ):
         values = {getattr(settings, name) for settings in variants.values()}
         if len(values) > 1:
             raise ConfigError(
@@ -124,7 +133,8 @@ def _together(plans: Sequence[Plan], n_models: int) -> Plan:
     seconds = [plan.seconds for plan in plans if plan.seconds is not None]
     return dataclasses.replace(
         largest,
-        model=n_models * largest.model,
+        model_whole=n_models * largest.model_whole,
+        model_one_block=n_models * largest.model_one_block,
         disk=sum(plan.disk for plan in plans),
         seconds=sum(seconds) if seconds else None,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from bakron.data import load_sequences
 from bakron.evals.quality import Quality, Reference, evaluate
 from bakron.models import Decoder
+from bakron.run.collect import REPLAY_CHECKED
 from bakron.run.progress import Progress, stage
 
 SEQUENCE_LENGTH = 512
@@ -34,7 +34,7 @@ class Evaluation:
         n_sequences: int = N_SEQUENCES,
         sequence_length: int = SEQUENCE_LENGTH,
     ) -> Evaluation:
-        """``n_sequences`` windows of ``text``, tokenised for ``decoder``."""
+        """``n_sequences`` windows of ``text``, tokenised for ``decoder``, which is found to be what its blocks make of it."""
         sequences = load_sequences(
             str(text),
             None if str(text).endswith(".safetensors") else decoder.tokenizer,
@@ -43,26 +43,23 @@ class Evaluation:
             seed=None,
             vocab_size=decoder.vocab_size,
         )
+        decoder.check_replay(sequences[0][:REPLAY_CHECKED])
         return cls(Path(text).name, sequences)
 
     def reference(self, decoder: Decoder, progress: Progress) -> tuple[Reference, Quality]:
         """The original model's states, to be taken before its weights change, and its own quality."""
         n = len(self.sequences)
-        with stage(progress, "evaluate the original model", 2 * n):
-            reference = Reference(decoder, self.sequences, progress=_steps(progress))
-            return reference, evaluate(decoder, self.sequences, progress=_steps(progress))
+        with stage(progress, "evaluate the original model", n * (2 * decoder.n_blocks + 1)):
+            reference = Reference(decoder, self.sequences, progress=progress.advance)
+            return reference, evaluate(decoder, self.sequences, progress=progress.advance)
 
     def of_model(self, decoder: Decoder, reference: Reference, progress: Progress) -> Quality:
         """The quality of ``decoder`` against the original."""
-        with stage(progress, "evaluate the quantized model", len(self.sequences)):
-            return evaluate(decoder, self.sequences, reference, progress=_steps(progress))
+        with stage(progress, "evaluate the quantized model", len(self.sequences) * (decoder.n_blocks + 1)):
+            return evaluate(decoder, self.sequences, reference, progress=progress.advance)
 
     def facts(self, before: Quality, after: Quality) -> dict[str, Any]:
         """What a model card and a table say."""
         values = dataclasses.asdict(after)
         values["perplexity_after"] = values.pop("perplexity")
         return {"data": self.source, "perplexity_before": before.perplexity, **values}
-
-
-def _steps(progress: Progress) -> Callable[[int, int], None]:
-    return lambda done, total: progress.advance()

@@ -25,7 +25,7 @@ def measure(
 ) -> dict[str, Any]:
     """Perplexity of ``checkpoint`` on the first windows of ``text``, and with a ``reference`` KL, p99 and top-1 to it.
 
-    settings: ``device`` and ``dtype`` of ``Settings``.  Raises ModelError, DataError, ShapeError, NonFiniteError.
+    settings: ``device``, ``dtype`` and ``offload`` of ``Settings``.  Raises ModelError, DataError, ShapeError, NonFiniteError.
     """
     progress = progress or Silent()
     chosen = Settings.load(**settings)
@@ -38,8 +38,8 @@ def measure(
     decoder = load(checkpoint, chosen)
     held_out = Evaluation.of(original or decoder, text, n_sequences, sequence_length)
     if original is None:
-        with stage(progress, "evaluate the model", len(held_out.sequences)):
-            quality = evaluate(decoder, held_out.sequences, progress=lambda done, total: progress.advance())
+        with stage(progress, "evaluate the model", len(held_out.sequences) * (decoder.n_blocks + 1)):
+            quality = evaluate(decoder, held_out.sequences, progress=progress.advance)
         return {**facts, **dataclasses.asdict(quality)}
     states, before = held_out.reference(original, progress)
     quality = held_out.of_model(decoder, states, progress)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from bakron.models import Decoder, check_views, load_decoder
 from bakron.run.collect import Need, collect
 from bakron.run.evaluation import Evaluation
 from bakron.run.factors import LAYOUT, Factors
-from bakron.run.plan import Plan, make_plan
+from bakron.run.plan import Plan, make_plan, shortage
 from bakron.run.progress import Progress, Silent, stage
 from bakron.run.ranks import ALONE, Ranks
 from bakron.run.rules import bits_text, check_rules, scheme_of
@@ -163,7 +163,7 @@ class Job:
     def solved(self) -> Store:
         """The store of solved layers."""
         settings = self.settings.as_dict()
-        for name in ("calibration", "transform", "format", "device", "dtype", "hessians"):
+        for name in ("calibration", "transform", "format", "device", "dtype", "hessians", "offload"):
             del settings[name]  # in data_facts, or without influence on the codes
         facts = {**self.data_facts, **settings, "scale_dtype": str(self.export_plan.scale_dtype)}
         facts |= {"estimator": self.settings.estimator_name, "aim": self.settings.aim_used}
@@ -172,8 +172,8 @@ class Job:
         return Store(self.work / "solved", facts, self.ranks)
 
     def plan(self) -> Plan:
-        """Memory, disk and time that the run will need."""
-        return make_plan(
+        """Memory, disk and time that the run will need. Notes when the memory beside the model is not free."""
+        plan = make_plan(
             self.decoder,
             self.targets,
             [len(ids) for ids in self.sequences],
@@ -182,6 +182,10 @@ class Job:
             given=self.hessians is not None,
             n_ranks=self.ranks.size,
         )
+        short = shortage(plan, self.decoder.device)
+        if short:
+            self.progress.note(short)
+        return plan
 
     def reload(self) -> None:
         """Take the weights before rounding again."""
@@ -221,9 +225,13 @@ class Job:
     def apply(self) -> None:
         """Give the decoder the solved weights, and those transformed only, as a loader of the checkpoint would see them."""
         put_back(self.decoder, self.changes)
-        for b, specs in enumerate(self.targets):
-            for layer in load_solved(self.solved, specs, b, self.schemes).values():
-                self.decoder.set_weight(layer.spec.name, layer.weight().to(self.decoder.dtype))
+        for b in range(self.decoder.n_blocks):
+            self.decoder.replace_weights(b, partial(self._solved_weights, b))
+
+    def _solved_weights(self, b: int) -> Iterator[tuple[str, Tensor]]:
+        """The names of the solved linears of block b, and the weights that their codes stand for."""
+        for name, layer in load_solved(self.solved, self.targets[b], b, self.schemes).items():
+            yield name, layer.weight()
 
     def report(self) -> list[dict[str, Any]]:
         """A row for each solved linear: losses, certificate, damping, clip rate, data, seconds."""
@@ -349,7 +357,7 @@ class Job:
             "quality": quality,
             "usage": self.exporter.usage(schemes),
             "settings": {
-                **settings.as_dict(),
+                **{key: value for key, value in settings.as_dict().items() if key != "offload"},
                 "calibration": Path(settings.calibration or "").name or None,
                 "hessians": Path(settings.hessians or "").name or None,
             },
@@ -398,7 +406,7 @@ def load(model: str | Path, settings: Settings | None = None) -> Decoder:
         dtype = "float32" if device == "cpu" else "bfloat16"
     if settings.transforms:
         return load_transformed(model, settings.transforms, dtype=getattr(torch, dtype), device=device)
-    return load_decoder(model, dtype=getattr(torch, dtype), device=device)
+    return load_decoder(model, dtype=getattr(torch, dtype), device=device, offload=settings.offload)
 
 
 def quantize(
@@ -462,7 +470,9 @@ def announce(
     """
     plan = job.plan()
     if keeps_original and job.settings.transforms:
-        plan = dataclasses.replace(plan, model=2 * plan.model)
+        plan = dataclasses.replace(
+            plan, model_whole=2 * plan.model_whole, model_one_block=2 * plan.model_one_block
+        )
     if on_plan:
         on_plan(plan)
     require_space(job.work, plan.disk, "the work directory")

@@ -11,6 +11,7 @@ import torch
 from bakron.core.layers import LinearSpec
 from bakron.exporters.plan import ExportPlan
 from bakron.models import Decoder
+from bakron.models.memory import free_memory, parameter_bytes
 from bakron.run.collect import HEAD_CHUNK, Need
 
 MATRICES_IN_SOLVE = 12  # W-sized float32 working copies while one linear is solved
@@ -22,10 +23,13 @@ class Plan:
 
     memory = model + factors of one block + boundary states of one block (+ a single sequence's activations), in each of
     n_ranks processes.
+    model is ``model_whole``, or with ``offload`` ``model_one_block``: the largest block and what is outside of blocks.
     disk is that of the work directory at its largest; output that of the checkpoint.
     """
 
-    model: int
+    model_whole: int
+    model_one_block: int
+    offload: bool
     factors: int
     boundaries: int
     activations: int
@@ -39,9 +43,19 @@ class Plan:
     n_ranks: int = 1
 
     @property
+    def model(self) -> int:
+        """Bytes of the weights that are in memory at the same time."""
+        return self.model_one_block if self.offload else self.model_whole
+
+    @property
+    def beside_model(self) -> int:
+        """Bytes of all else that is in memory at the same time."""
+        return self.factors + self.boundaries + self.activations
+
+    @property
     def memory(self) -> int:
         """Bytes of all that is in memory at the same time, of the process that needs most."""
-        return self.model + self.factors + self.boundaries + self.activations
+        return self.model + self.beside_model
 
 
 def make_plan(
@@ -59,7 +73,7 @@ def make_plan(
     """
     tokens, longest = sum(lengths), max(lengths, default=0)
     itemsize = decoder.dtype.itemsize
-    model = sum(parameter.numel() * parameter.element_size() for parameter in decoder.model.parameters())
+    whole, blocks = parameter_bytes(decoder.model), [parameter_bytes(block) for block in decoder.blocks]
     block = max(range(decoder.n_blocks), key=lambda b: sum(s.d_in**2 for s in decoder.linears[b]))
     specs = decoder.linears[block]
     # float64 sums of H_in and (y − ŷ)x̂ᵀ while the float32 H_out of the block are loaded, and one linear's solve
@@ -83,7 +97,9 @@ def make_plan(
     gradients = need.label_samples * state
     codes = sum(s.d_out * s.d_in * 2 for specs in targets for s in specs)
     return Plan(
-        model=model,
+        model_whole=whole,
+        model_one_block=whole - sum(blocks) + max(blocks),
+        offload=decoder.offloaded is not None,
         factors=largest + (sums + arriving if tokens else 0) + (held if given else 0),
         boundaries=(3 + 2 * need.label_samples) * share + gathered,
         activations=activations if tokens else 0,
@@ -95,6 +111,20 @@ def make_plan(
         n_tokens=tokens,
         seconds=_seconds(decoder, lengths, need, n_ranks) if tokens else None,
         n_ranks=n_ranks,
+    )
+
+
+def shortage(plan: Plan, device: torch.device) -> str | None:
+    """What is short and what to change, when the memory that a run needs beside the loaded model is not free."""
+    free = free_memory(device)
+    if free is None or free >= plan.beside_model:
+        return None
+    change = "Use fewer or shorter sequences"
+    if not plan.offload:
+        change += f", or offload disk, with which the model takes {plan.model_one_block / 1e9:.2f} GB"
+    return (
+        f"Beside the model the run needs {plan.beside_model / 1e9:.2f} GB on {device}, where {free / 1e9:.2f} GB are "
+        f"free. {change}."
     )
 
 

@@ -46,6 +46,7 @@ class Settings:
     percdamp_in, percdamp_out: damping of either factor in multiples of its mean diagonal.  percdamp_out "auto" chooses it
     for each linear from the spread of H_out between sequences, up to leaving H_out out.
     refine: passes of coordinate descent over a layer's codes after the sweep, at most.
+    offload: "disk" has the weights of one block at a time in memory; the result has the same bytes.
     skip: regular expressions; linears whose name matches one are left as they are.
     transform: changes of the weights that leave the model's function as it is, joined by "+" (docs/transforms.md).
     layers: other bits, group_size or symmetric for linears by name (``[[layers]]`` in a recipe); a later rule wins.
@@ -79,6 +80,7 @@ class Settings:
     format: str = "compressed-tensors"
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    offload: Literal["none", "disk"] = "none"
     skip: tuple[str, ...] = ()
     transform: str = "none"
     layers: tuple[LayerRule, ...] = ()
@@ -121,6 +123,11 @@ class Settings:
                 raise ConfigError(f"layers: the rule for {rule.pattern!r}: {error}") from error
         for name in self.transforms:
             require_one_of("transform", name, TRANSFORMS)
+        if self.transforms and self.offload != "none":
+            raise ConfigError(
+                f"offload: {self.offload} leaves weights in their files, and transform {self.transform} changes them in "
+                "memory. Write the transformed model first (bakron transform MODEL OUT), or leave one of them out."
+            )
         get_estimator(self.estimator_name)
         require_one_of("kernel", self.kernel, ("auto", "reference", *kernel_names()))
         if self.method == "rtn" and self.estimator not in (None, "identity"):
@@ -228,6 +235,7 @@ _CHOICES = {
     "act_order": get_args(ActOrder),
     "sampling": ("pack", "per-sample"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "offload": ("none", "disk"),
 }
 
 
