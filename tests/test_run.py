@@ -51,9 +51,11 @@ from bakron.errors import (
     OutputExistsError,
     ResumeError,
     ShapeError,
+    WorkInUseError,
 )
 from bakron.models import load_decoder
 from bakron.models.residual import GAIN_FLOOR
+from bakron.run.allocate import plan
 from bakron.run.collect import factors
 from bakron.run.compare import compare
 from bakron.run.factors import unpacked
@@ -61,7 +63,8 @@ from bakron.run.pipeline import Job, quantize
 from bakron.run.progress import Silent
 from bakron.run.settings import Settings
 from bakron.run.solve import TOKEN_WEIGHT_LIMIT
-from bakron.run.store import Store, require_space
+from bakron.run.stages import collect, solve
+from bakron.run.store import Store, held, require_space
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "wizards", "play"]
 BASE: dict[str, Any] = {
@@ -710,6 +713,64 @@ def test_kill_9_at_random_moments_and_a_rerun_give_identical_bytes(
         quantize(model, out, calibration=text, **BASE)
     quantize(model, tmp_path / "expected", calibration=text, **BASE)
     assert_identical(out, tmp_path / "expected")
+
+
+RUNS: dict[str, Callable[[Path, Path, Path], object]] = {
+    "quantize": lambda model, text, work: quantize(
+        model, work.with_name("out"), work=work, calibration=text, **BASE
+    ),
+    "collect": lambda model, text, work: collect(model, work, calibration=str(text), **BASE),
+    "solve": lambda model, text, work: solve(work),
+    "compare": lambda model, text, work: compare(
+        str(model),
+        {"a": Settings(calibration=str(text), **BASE)},
+        text,
+        work,
+        n_sequences=2,
+        sequence_length=20,
+    ),
+    "plan": lambda model, text, work: plan(
+        model,
+        work.with_name("out.toml"),
+        work=work,
+        calibration=str(text),
+        bpw=4.2,
+        group_sizes=[16],
+        n_sequences=3,
+        sequence_length=20,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_second_run_in_one_work_directory_is_refused(
+    llama: Path, text: Path, tmp_path: Path, name: str
+) -> None:
+    work = tmp_path / "work"
+    if name == "solve":
+        collect(llama, work, calibration=str(text), **BASE)
+    with held(work):
+        before = contents(work)
+        with pytest.raises(WorkInUseError, match="work: another run is working there"):
+            RUNS[name](llama, text, work)
+        assert contents(work) == before
+    RUNS[name](llama, text, work)
+    assert not (work / "lock").exists()
+
+
+def _holding(work: Path) -> None:
+    with held(work):
+        os.kill(os.getpid(), 9)
+
+
+def test_a_killed_process_lets_go_of_its_work_directory(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_holding, args=(tmp_path / "work",))
+    process.start()
+    process.join()
+    assert process.exitcode == -9 and (tmp_path / "work/lock").exists()
+    with held(tmp_path / "work"):
+        pass
+    assert not (tmp_path / "work").exists()
 
 
 def files_in(directory: Path) -> int:

@@ -42,6 +42,10 @@ class ResumeError(BakronError):
     """Work found on disk was made with other settings, data or weights; the message names the field."""
 
 
+class WorkInUseError(BakronError):
+    """Another run is writing into the work directory."""
+
+
 class OutputExistsError(BakronError):
     """The output directory is not empty."""
 

@@ -219,7 +219,7 @@ def compare(
     work = work or Path(Path(model).resolve().name + ".compare.work")
     with guarded(work), shared_run(quiet) as (ranks, quiet):
         from bakron.run.compare import compare as run
-        from bakron.run.store import remove_work
+        from bakron.run.store import held, remove_work
         from bakron.run.variants import make_variants
 
         rows = run(
@@ -234,7 +234,8 @@ def compare(
             ranks=ranks,
         )
         if not keep_work:
-            ranks.from_first(lambda: remove_work(work))
+            with held(work, ranks):
+                ranks.from_first(lambda: remove_work(work))
         print_json(rows) if as_json else show_quality(rows)
 
 

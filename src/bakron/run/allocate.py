@@ -28,7 +28,7 @@ from bakron.run.recipe import recipe_text, rules_for
 from bakron.run.settings import Settings
 from bakron.run.solve import Statistics, problem_of, rounded
 from bakron.run.stages import absolute
-from bakron.run.store import Store, remove_work, require_space, write_text
+from bakron.run.store import Store, held, remove_work, require_space, write_text
 
 BITS = (2, 3, 4)
 
@@ -73,22 +73,25 @@ def plan(
     if on_plan:
         on_plan(memory_plan)
     require_space(work, memory_plan.disk, "the work directory")
-    store = _store(job)
-    job.collect()
-    losses = _losses(job, candidates, store)
-    picks = choice.best(losses)
-    schemes = {
-        spec.name: candidates[pick] for unit, pick in zip(choice.units, picks, strict=True) for spec in unit
-    }
-    base, rules = rules_for(job.decoder.root, choice.units, schemes)
-    final = dataclasses.replace(_with_scheme(chosen, base), layers=tuple(rules))
-    if final.calibration is not None:
-        final = dataclasses.replace(final, calibration=absolute(final.calibration))
-    record = _record(job, choice, candidates, losses, schemes)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, recipe_text(final, _comments(record)))
-    if not keep_work:
-        remove_work(work)
+    with held(work):
+        store = _store(job)
+        job.collect()
+        losses = _losses(job, candidates, store)
+        picks = choice.best(losses)
+        schemes = {
+            spec.name: candidates[pick]
+            for unit, pick in zip(choice.units, picks, strict=True)
+            for spec in unit
+        }
+        base, rules = rules_for(job.decoder.root, choice.units, schemes)
+        final = dataclasses.replace(_with_scheme(chosen, base), layers=tuple(rules))
+        if final.calibration is not None:
+            final = dataclasses.replace(final, calibration=absolute(final.calibration))
+        record = _record(job, choice, candidates, losses, schemes)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(out, recipe_text(final, _comments(record)))
+        if not keep_work:
+            remove_work(work)
     return record
 
 

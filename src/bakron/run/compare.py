@@ -17,7 +17,7 @@ from bakron.run.progress import Progress, Silent
 from bakron.run.ranks import ALONE, Ranks
 from bakron.run.rules import bits_text
 from bakron.run.settings import Settings
-from bakron.run.store import require_space
+from bakron.run.store import held, require_space
 
 
 def compare(
@@ -47,15 +47,16 @@ def compare(
         lambda: Evaluation.of(plainest.decoder, evaluation, **_given(n_sequences, sequence_length))
     )
     ranks.from_first(lambda: _announce(list(jobs.values()), work, on_plan))
-    of_original = held_out.reference(plainest.original(), progress) if ranks.first else None
-    rows: list[dict[str, Any]] = []
-    for label in variants:
-        job = jobs.pop(label)  # so that its decoder goes when the next one comes
-        if rows:
-            job.reload()  # the variant before has changed the weights
-        job.collect()
-        job.solve()
-        rows.append(ranks.from_first(functools.partial(_measured, label, job, held_out, of_original)))
+    with held(work, ranks):
+        of_original = held_out.reference(plainest.original(), progress) if ranks.first else None
+        rows: list[dict[str, Any]] = []
+        for label in variants:
+            job = jobs.pop(label)  # so that its decoder goes when the next one comes
+            if rows:
+                job.reload()  # the variant before has changed the weights
+            job.collect()
+            job.solve()
+            rows.append(ranks.from_first(functools.partial(_measured, label, job, held_out, of_original)))
     original = ranks.from_first(lambda: of_original and of_original[1])
     assert original is not None
     return [{"label": "original", **dataclasses.asdict(original)}, *rows]

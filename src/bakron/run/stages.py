@@ -16,7 +16,7 @@ from bakron.run.progress import Progress, Silent
 from bakron.run.ranks import ALONE, Ranks
 from bakron.run.settings import Settings
 from bakron.run.solve import solved
-from bakron.run.store import write_text
+from bakron.run.store import held, write_text
 
 JOB = "job.json"
 
@@ -39,10 +39,11 @@ def collect(
     work = Path(work)
     job = Job(absolute(model), Settings.load(recipe, **settings), work, progress or Silent(), ranks=ranks)
     ranks.from_first(lambda: announce(job, on_plan))
-    if job.settings.needs_data:
-        job.collected  # noqa: B018 - refuses work made from other data before job.json is replaced
-    ranks.from_first(lambda: _write(job))
-    job.collect()
+    with held(work, ranks):
+        if job.settings.needs_data:
+            job.collected  # noqa: B018 - refuses work made from other data before job.json is replaced
+        ranks.from_first(lambda: _write(job))
+        job.collect()
     return job
 
 
@@ -62,9 +63,10 @@ def solve(
     job = _open(Path(work), progress, settings, ranks)
     _require_collected(job)
     ranks.from_first(lambda: on_plan and on_plan(job.plan()))
-    job.solved  # noqa: B018 - refuses layers solved otherwise before job.json is replaced
-    ranks.from_first(lambda: _write(job))
-    job.solve()
+    with held(job.work, ranks):
+        job.solved  # noqa: B018 - refuses layers solved otherwise before job.json is replaced
+        ranks.from_first(lambda: _write(job))
+        job.solve()
     return job
 
 

@@ -7,17 +7,20 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bakron.errors import ConfigError, DiskSpaceError, ResumeError
+from bakron.errors import ConfigError, DiskSpaceError, ResumeError, WorkInUseError
 from bakron.run.ranks import ALONE, Ranks
+
+LOCK = "lock"
 
 
 class Store:
@@ -139,12 +142,39 @@ def files_sha256(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def held(work: Path, ranks: Ranks = ALONE) -> Iterator[None]:
+    """Keep ``work`` to this run, until it ends in whatever way; left empty, the directory goes.
+
+    Raises WorkInUseError when another run has it.
+    """
+    lock = FileLock(work / LOCK, timeout=0)
+    ranks.from_first(lambda: _take(lock, work))
+    try:
+        yield
+    finally:
+        if ranks.first:
+            (work / LOCK).unlink(missing_ok=True)  # before another run may take it
+            lock.release()
+            with suppress(OSError):  # it is not empty, or another run has removed it
+                work.rmdir()
+
+
+def _take(lock: FileLock, work: Path) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise WorkInUseError(
+            f"{work}: another run is working there. Wait for it, or stop it and run the same command again, which goes "
+            "on where it was; or choose another output or work directory."
+        ) from None
+
+
 def remove_work(work: Path) -> None:
-    """Drop all that runs write into ``work``, and the directory itself if nothing else is in it."""
+    """Drop all that runs write into ``work``; the directory goes with the end of ``held`` if nothing else is in it."""
     for name in ("collected", "transformed", "solved", "runs", "losses"):
         shutil.rmtree(work / name, ignore_errors=True)
-    if not any(work.iterdir()):
-        work.rmdir()
 
 
 def require_space(path: Path, needed: int, purpose: str) -> None:
