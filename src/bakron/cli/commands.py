@@ -219,7 +219,6 @@ def compare(
     work = work or Path(Path(model).resolve().name + ".compare.work")
     with guarded(work), shared_run(quiet) as (ranks, quiet):
         from bakron.run.compare import compare as run
-        from bakron.run.store import held, remove_work
         from bakron.run.variants import make_variants
 
         rows = run(
@@ -227,15 +226,13 @@ def compare(
             make_variants(methods.split(","), _numbers(bits), recipe, **settings),
             text,
             work,
+            keep_work=keep_work,
             n_sequences=eval_n_sequences,
             sequence_length=eval_sequence_length,
             progress=listener(quiet),
             on_plan=None if quiet else show_plan,
             ranks=ranks,
         )
-        if not keep_work:
-            with held(work, ranks):
-                ranks.from_first(lambda: remove_work(work))
         print_json(rows) if as_json else show_quality(rows)
 
 

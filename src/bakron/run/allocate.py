@@ -28,7 +28,7 @@ from bakron.run.recipe import recipe_text, rules_for
 from bakron.run.settings import Settings
 from bakron.run.solve import Statistics, problem_of, rounded
 from bakron.run.stages import absolute
-from bakron.run.store import Store, held, remove_work, require_space, write_text
+from bakron.run.store import Store, held, require_space, write_text
 
 BITS = (2, 3, 4)
 
@@ -73,7 +73,7 @@ def plan(
     if on_plan:
         on_plan(memory_plan)
     require_space(work, memory_plan.disk, "the work directory")
-    with held(work):
+    with held(work, keep_work=keep_work):
         store = _store(job)
         job.collect()
         losses = _losses(job, candidates, store)
@@ -90,8 +90,6 @@ def plan(
         record = _record(job, choice, candidates, losses, schemes)
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, recipe_text(final, _comments(record)))
-        if not keep_work:
-            remove_work(work)
     return record
 
 

@@ -26,6 +26,7 @@ def compare(
     evaluation: str | Path,
     work: str | Path,
     *,
+    keep_work: bool = True,
     n_sequences: int | None = None,
     sequence_length: int | None = None,
     progress: Progress | None = None,
@@ -35,7 +36,8 @@ def compare(
     """A row for the original and for each of ``variants`` (label → settings): perplexity, KL, p99, top-1, bits, seconds.
 
     All variants share calibration text and seed, so what is collected for one serves the others; finished pieces are
-    kept in ``work`` and used again.  evaluation: held-out text.  on_plan: called with the plan before work starts.
+    kept in ``work`` and used again.  evaluation: held-out text.  keep_work: keep the pieces afterwards, too.
+    on_plan: called with the plan before work starts.
     ranks: the processes that share the work, all of which make this call; the first one evaluates.
     Raises ConfigError when the variants differ in their data, and whatever is wrong with any of them, before work starts.
     """
@@ -47,7 +49,7 @@ def compare(
         lambda: Evaluation.of(plainest.decoder, evaluation, **_given(n_sequences, sequence_length))
     )
     ranks.from_first(lambda: _announce(list(jobs.values()), work, on_plan))
-    with held(work, ranks):
+    with held(work, ranks, keep_work):
         of_original = held_out.reference(plainest.original(), progress) if ranks.first else None
         rows: list[dict[str, Any]] = []
         for label in variants:

@@ -34,7 +34,7 @@ from bakron.run.ranks import ALONE, Ranks
 from bakron.run.rules import bits_text, check_rules, scheme_of
 from bakron.run.settings import Settings
 from bakron.run.solve import load_solved, solve_model, solved
-from bakron.run.store import Store, held, model_fingerprint, remove_work, require_space, tensor_sha256
+from bakron.run.store import Store, held, model_fingerprint, require_space, tensor_sha256
 from bakron.run.transformed import changes_of, digests, load_transformed, put_back
 
 REPORT = "bakron.json"
@@ -443,7 +443,7 @@ def quantize(
     check_output(job.source, out, overwrite)
     held_out = Evaluation.of(job.decoder, evaluation) if evaluation and ranks.first else None
     ranks.from_first(lambda: announce(job, on_plan, out, keeps_original=held_out is not None))
-    with held(work, ranks):
+    with held(work, ranks, keep_work):
         if ranks.from_first((work / "solved").exists):
             job.solved  # noqa: B018 - refuses layers solved with other settings before anything is collected
         before = held_out.reference(job.original(), job.progress) if held_out else None
@@ -455,8 +455,6 @@ def quantize(
             if held_out and before:
                 quality = held_out.facts(before[1], held_out.of_model(job.decoder, before[0], job.progress))
             job.export(out, quality, overwrite)
-            if not keep_work:
-                remove_work(work)
             return json.loads((out / REPORT).read_text())
 
         return ranks.from_first(finish)

@@ -143,15 +143,18 @@ def files_sha256(files: Iterable[Path]) -> str:
 
 
 @contextmanager
-def held(work: Path, ranks: Ranks = ALONE) -> Iterator[None]:
+def held(work: Path, ranks: Ranks = ALONE, keep_work: bool = True) -> Iterator[None]:
     """Keep ``work`` to this run, until it ends in whatever way; left empty, the directory goes.
 
-    Raises WorkInUseError when another run has it.
+    keep_work: keep what runs write there when this one ends well.  Raises WorkInUseError when another run has ``work``.
     """
     lock = FileLock(work / LOCK, timeout=0)
     ranks.from_first(lambda: _take(lock, work))
     try:
         yield
+        if ranks.first and not keep_work:
+            for name in ("collected", "transformed", "solved", "runs", "losses"):
+                shutil.rmtree(work / name, ignore_errors=True)
     finally:
         if ranks.first:
             (work / LOCK).unlink(missing_ok=True)  # before another run may take it
@@ -169,12 +172,6 @@ def _take(lock: FileLock, work: Path) -> None:
             f"{work}: another run is working there. Wait for it, or stop it and run the same command again, which goes "
             "on where it was; or choose another output or work directory."
         ) from None
-
-
-def remove_work(work: Path) -> None:
-    """Drop all that runs write into ``work``; the directory goes with the end of ``held`` if nothing else is in it."""
-    for name in ("collected", "transformed", "solved", "runs", "losses"):
-        shutil.rmtree(work / name, ignore_errors=True)
 
 
 def require_space(path: Path, needed: int, purpose: str) -> None:
