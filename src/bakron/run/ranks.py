@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults keep the group of the time of import alive: it must be none
 from torch import Tensor
 
 from bakron.errors import ConfigError, RankError
