@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bakron.core.parallel import Team, pieces
+from bakron.core.parallel import Team, pieces, strips
 from bakron.core.parallel import team as whole_team
 from bakron.errors import NonFiniteError, NotPositiveDefiniteError, ShapeError
 
@@ -45,7 +45,7 @@ class Factor:
         def rows(a: int, b: int) -> None:
             torch.div(self.lower[n - b : n - a].to(dtype).flip(0, 1), scale, out=U[a:b])
 
-        _run(team, [partial(rows, a, b) for a, b in pieces(n)])
+        _run(team, [partial(rows, a, b) for a, b in strips(n)])
         return U
 
     def times(self, X: Tensor) -> Tensor:
@@ -157,13 +157,13 @@ def factorise(
 
 
 def gathered(X: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, team: Team | None) -> Tensor:
-    """``X[rows][:, columns]`` in ``dtype``, by pieces: temporary copies of whole matrices cost more in page faults."""
+    """``X[rows][:, columns]`` in ``dtype``, by strips: temporary copies of whole matrices cost more in page faults."""
     copy = torch.empty(len(rows), len(columns), dtype=dtype, device=X.device)
 
     def piece(a: int, b: int) -> None:
         copy[a:b] = X.index_select(0, rows[a:b]).index_select(1, columns)
 
-    _run(team, [partial(piece, a, b) for a, b in pieces(len(rows))])
+    _run(team, [partial(piece, a, b) for a, b in strips(len(rows))])
     return copy
 
 

@@ -74,6 +74,11 @@ def pieces(n: int) -> list[tuple[int, int]]:
     return [(a, min(a + step, n)) for a in range(0, n, step)]
 
 
+def strips(n: int) -> list[tuple[int, int]]:
+    """Ranges that n rows are cut into where each is copied on its way: the memory allocator keeps what threads once took."""
+    return [(a, min(a + 64, n)) for a in range(0, n, 64)]
+
+
 @contextmanager
 def team() -> Iterator[Team]:
     """As many threads as torch uses; the calling thread has torch on one thread meanwhile."""
