@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bakron.core.parallel import Team, pieces, strips
+from bakron.core.parallel import Team, cut, pieces
 from bakron.core.parallel import team as whole_team
 from bakron.errors import NonFiniteError, NotPositiveDefiniteError, ShapeError
 
@@ -45,7 +45,7 @@ class Factor:
         def rows(a: int, b: int) -> None:
             torch.div(self.lower[n - b : n - a].to(dtype).flip(0, 1), scale, out=U[a:b])
 
-        _run(team, [partial(rows, a, b) for a, b in strips(n)])
+        _run(team, [partial(rows, a, b) for a, b in _strips(n, U.is_cpu)])
         return U
 
     def times(self, X: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def gathered(X: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, team:
     def piece(a: int, b: int) -> None:
         copy[a:b] = X.index_select(0, rows[a:b]).index_select(1, columns)
 
-    _run(team, [partial(piece, a, b) for a, b in strips(len(rows))])
+    _run(team, [partial(piece, a, b) for a, b in _strips(len(rows), copy.is_cpu)])
     return copy
 
 
@@ -225,6 +225,11 @@ def _half(n: int) -> int:
 def _edges(n: int, blocks: int = 8) -> list[int]:
     """Where to cut n columns of a triangle so that few of its zeros are multiplied."""
     return [n * i // blocks for i in range(blocks + 1)] if n >= 1024 else [0, n]
+
+
+def _strips(n: int, is_cpu: bool) -> list[tuple[int, int]]:
+    """Ranges of n rows that are copied on their way: on a CPU small ones, as its allocator keeps what threads once took."""
+    return cut(n, 64) if is_cpu else pieces(n)
 
 
 def _run(team: Team | None, tasks: list[Callable[[], object]]) -> None:

@@ -70,13 +70,12 @@ class Team:
 
 def pieces(n: int) -> list[tuple[int, int]]:
     """Ranges that n rows are cut into, by n alone: small enough to share, large enough for fast products."""
-    step = 512 if n > 1024 else 256
+    return cut(n, 512 if n > 1024 else 256)
+
+
+def cut(n: int, step: int) -> list[tuple[int, int]]:
+    """Ranges of ``step`` of n rows; the last may be shorter."""
     return [(a, min(a + step, n)) for a in range(0, n, step)]
-
-
-def strips(n: int) -> list[tuple[int, int]]:
-    """Ranges that n rows are cut into where each is copied on its way: the memory allocator keeps what threads once took."""
-    return [(a, min(a + 64, n)) for a in range(0, n, 64)]
 
 
 @contextmanager

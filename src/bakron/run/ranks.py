@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # its defaults keep the group of the time of import alive: it must be none
+import torch.distributed.nn.functional  # before a group is made: its defaults keep alive the one they find
 from torch import Tensor
 
 from bakron.errors import ConfigError, RankError
