@@ -346,7 +346,7 @@ def test_other_budgets_and_candidates_use_what_was_measured(home: Path, tmp_path
 def test_losses_measured_otherwise_are_refused_by_name(home: Path, tmp_path: Path) -> None:
     work = {"work": tmp_path / "work", "keep_work": True}
     planned(home, tmp_path / "a.toml", **work)
-    with pytest.raises(ResumeError, match=r"percdamp_out = 2\.0, now percdamp_out = 0\.5"):
+    with pytest.raises(ResumeError, match=r"percdamp_out = 'auto', now percdamp_out = 0\.5"):
         planned(home, tmp_path / "b.toml", percdamp_out=0.5, **work)
     with pytest.raises(
         ResumeError, match=r"seed = 0, now calibration = \w+, seed = 1|seed = 0, now .*seed = 1"

@@ -30,6 +30,7 @@ from tiny_models import TINY_VOCAB, tiny_decoder
 from torch import Tensor
 from typer.testing import CliRunner
 
+from bakron.api import PERCDAMP_OUT
 from bakron.cli import app
 from bakron.core.noise import relative_error
 from bakron.core.packed import pack, unpack
@@ -58,6 +59,16 @@ LENGTHS = (17, 9, 23, 12, 20)
 GRID: dict[str, Any] = {"bits": 3, "group_size": 16, "format": "dense"}
 DATA: dict[str, Any] = {"sampling": "per-sample", "sequence_length": 64, "inputs": "static", "labels": "data"}
 PARTS = {"first": slice(0, 3), "second": slice(3, 5), "all": slice(0, 5)}
+
+
+class Listener(Silent):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
 
 
 @pytest.fixture(scope="module")
@@ -178,14 +189,15 @@ def test_a_solve_with_given_factors_is_that_of_their_collection(
 ) -> None:
     """In another directory, and with no text at all."""
     collected = collection(home, estimator="shampoo")
-    options = {**GRID, **DATA, "n_sequences": 5}
+    grid = {**GRID, "percdamp_out": PERCDAMP_OUT}  # as whole matrices do not tell their errors
+    options = {**grid, **DATA, "n_sequences": 5}
     quantize(home / "llama", tmp_path / "own", calibration=home / "all.safetensors", **options)
     given = tmp_path / "given"
     if layout == "collected":
         shutil.copytree(collected, given)
     else:
         foreign(collected, given)
-    record = quantize(home / "llama", tmp_path / "out", hessians=given, inputs="static", **GRID)
+    record = quantize(home / "llama", tmp_path / "out", hessians=given, inputs="static", **grid)
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
     known = layout == "collected"
@@ -197,26 +209,34 @@ def test_a_solve_with_given_factors_is_that_of_their_collection(
 
 def test_damping_is_chosen_for_given_factors_whose_error_is_known(home: Path, tmp_path: Path) -> None:
     directory = collection(home, estimator="shampoo")
-    options = {**GRID, "inputs": "static", "percdamp_out": "auto"}
+    options = {**GRID, "inputs": "static"}
     record = quantize(home / "llama", tmp_path / "known", hessians=directory, **options)
     rows = {row["name"]: row["H_out"]["error"] for row in show_hessians(directory)}
     assert {row["name"]: row["error_out"] for row in record["layers"]} == rows
     assert all(0 < error < 1 for error in rows.values())
-    unknown = foreign(directory, tmp_path / "unknown")
+
+
+def test_unknown_errors_of_given_factors_are_told_and_damped_by_a_fixed_number(
+    home: Path, tmp_path: Path
+) -> None:
+    unknown = foreign(collection(home, estimator="shampoo"), tmp_path / "unknown")
     assert all(row["H_out"]["error"] is None for row in show_hessians(unknown))
-    with pytest.raises(ConfigError, match="percdamp_out auto needs n_sequences and squares_out"):
-        quantize(home / "llama", tmp_path / "out", hessians=unknown, **options)
-    assert not (tmp_path / "out.work").exists()
+    options = {**GRID, "inputs": "static", "hessians": unknown}
+    auto, fixed = Listener(), Listener()
+    record = quantize(home / "llama", tmp_path / "auto", progress=auto, **options)
+    assert {row["percdamp"][1] for row in record["layers"]} == {PERCDAMP_OUT}
+    [note] = [note for note in auto.notes if "does not tell" in note]
+    assert "the error of 14 H_out of 14" in note and note.endswith("percdamp_out 2.")
+    quantize(home / "llama", tmp_path / "fixed", progress=fixed, percdamp_out=PERCDAMP_OUT, **options)
+    assert not any("does not tell" in note for note in fixed.notes)
+    name = "model.safetensors"
+    assert (tmp_path / "auto" / name).read_bytes() == (tmp_path / "fixed" / name).read_bytes()
 
 
 def test_without_H_out_it_is_gptq(home: Path, tmp_path: Path) -> None:
     """For all linears, or for those alone that have none; the user is told how many."""
     collected = collection(home, estimator="kfac")
-    notes: list[str] = []
-
-    class Listener(Silent):
-        def note(self, message: str) -> None:
-            notes.append(message)
+    listener = Listener()
 
     def some(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: value for key, value in tensors.items() if "up_proj.H_out" not in key}
@@ -229,13 +249,14 @@ def test_without_H_out_it_is_gptq(home: Path, tmp_path: Path) -> None:
         given = foreign(collected, tmp_path / "given" / name, change)
         out = tmp_path / name
         quantize(
-            home / "llama", out, hessians=given, inputs="static", method=method, progress=Listener(), **GRID
+            home / "llama", out, hessians=given, inputs="static", method=method, progress=listener, **GRID
         )
         weights[name] = load_file(out / "model.safetensors")
     assert all(torch.equal(value, weights["none"][key]) for key, value in weights["gptq"].items())
     same = {key for key, value in weights["gptq"].items() if torch.equal(value, weights["some"][key])}
     assert {key for key in same if "_proj" in key} == {f"model.layers.{b}.mlp.up_proj.weight" for b in (0, 1)}
-    assert [note.partition(" linears")[0] for note in notes] == ["14 of 14", "2 of 14"]
+    numbers = [note.partition(" linears have no H_out") for note in listener.notes]
+    assert [number for number, found, _ in numbers if found] == ["14 of 14", "2 of 14"]
 
 
 def test_other_factors_are_not_resumed_with(home: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ from bakron.run.collect import factors
 from bakron.run.compare import compare
 from bakron.run.factors import unpacked
 from bakron.run.pipeline import Job, quantize
-from bakron.run.progress import Silent
+from bakron.run.progress import Progress, Silent
 from bakron.run.settings import Settings
 from bakron.run.solve import TOKEN_WEIGHT_LIMIT
 from bakron.run.stages import collect, solve
@@ -114,10 +114,12 @@ def whole_run(shared: Path, llama: Path, text: Path) -> Path:
     return out
 
 
-def job_of(model: Path, work: Path, calibration: Path | None, **settings: Any) -> Job:
+def job_of(
+    model: Path, work: Path, calibration: Path | None, progress: Progress | None = None, **settings: Any
+) -> Job:
     """A job through its first two stages."""
     chosen = {**BASE, **settings, "calibration": None if calibration is None else str(calibration)}
-    job = Job(str(model), Settings.load(None, **chosen), work)
+    job = Job(str(model), Settings.load(None, **chosen), work, progress or Silent())
     job.collect()
     job.solve()
     return job
@@ -238,7 +240,7 @@ def test_a_sequential_problem_is_that_of_the_quantized_prefix(
     path, aim, percdamp = model_of(shared, family), 0.7, 0.02
     job = job_of(
         path, tmp_path, shared / "texts.jsonl", estimator=estimator, seed=5, sampling="per-sample", aim=aim,
-        percdamp_aim=percdamp,
+        percdamp_aim=percdamp, percdamp_out=2.0,
     )  # fmt: skip
     assert len({len(ids) for ids in job.sequences}) > 1
     original, prefix = load_whole(path), load_whole(path)
@@ -423,7 +425,7 @@ def test_a_static_problem_is_that_of_the_original_model(
 ) -> None:
     """For every linear, also those whose H_in is stored once for the whole group."""
     path = model_of(shared, family)
-    job = job_of(path, tmp_path, text, method=method, estimator=estimator, inputs="static", seed=2)
+    job = job_of(path, tmp_path, text, method=method, estimator=estimator, inputs="static", seed=2, percdamp_out=2.0)
     whole = load_whole(path)
     seen = observed(whole, job, [spec.name for spec in job.flat_targets], seed=2)
     for spec in job.flat_targets:
@@ -510,7 +512,7 @@ def test_damping_that_is_chosen_is_that_of_each_layers_noise(
     llama: Path, text: Path, tmp_path: Path, problems: dict[str, LayerProblem], inputs: str
 ) -> None:
     """Three sequences: in some layers H_out is as uncertain as it is large, and these are solved as GPTQ would."""
-    job = job_of(llama, tmp_path, text, percdamp_out="auto", inputs=inputs)
+    job = job_of(llama, tmp_path, text, inputs=inputs)
     one_sided = 0
     for row in job.report():
         problem = problems[row["name"]]
@@ -529,7 +531,9 @@ def test_damping_that_is_chosen_is_that_of_each_layers_noise(
 def test_noise_alone_is_rounded_as_gptq_rounds(llama: Path, text: Path, tmp_path: Path) -> None:
     """One sequence says nothing of its own noise."""
     settings = {"estimator": "shampoo", "aim": 0.0, "n_sequences": 1, "sequence_length": 60}
-    job_of(llama, tmp_path / "auto", text, percdamp_out="auto", **settings)
+    listener = Listener()
+    job_of(llama, tmp_path / "auto", text, listener, **settings)
+    assert any(note.startswith("One calibration sequence says nothing") for note in listener.notes)
     job_of(llama, tmp_path / "gptq", text, method="gptq", **settings)
     auto, gptq = pieces(tmp_path / "auto"), pieces(tmp_path / "gptq")
     assert all(torch.equal(value, gptq[key]) for key, value in auto.items())

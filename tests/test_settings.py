@@ -158,7 +158,8 @@ def test_rtn_with_an_estimator_is_a_contradiction() -> None:
 
 
 def test_damping_of_H_out_alone_may_be_chosen_for_each_linear(recipe: Any) -> None:
-    assert Settings.load(recipe('percdamp_out = "auto"')).percdamp_out == "auto"
+    assert Settings().percdamp_out == "auto"
+    assert Settings.load(recipe('percdamp_out = "auto"')) == Settings()
     for key, value in (("percdamp_in", "auto"), ("percdamp_out", "automatic"), ("shrink_out", "auto")):
         with pytest.raises(ConfigError, match=f"{key}: '{value}' is a str"):
             Settings.load(**{key: value})

@@ -94,7 +94,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "percdamp_in": Option(float, "0.01", "Damping of H_in, in multiples of its mean diagonal."),
         "percdamp_out": Option(
             float,
-            "2.0",
+            "auto",
             "Damping of H_out, in multiples of its mean diagonal; auto chooses it for each linear from its noise.",
             parser=number_or_auto,
         ),

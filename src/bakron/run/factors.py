@@ -172,17 +172,10 @@ class Factors:
                         "to its outputs: check that they are not exchanged, and that the model is the same."
                     )
 
-    def require_errors(self, specs: Sequence[LinearSpec]) -> None:
-        """Raise ConfigError unless the metadata says what the relative error of every H_out of ``specs`` is found from."""
-        for spec in specs:
-            metadata = self.metadata[self._file[spec.name, "H_out"]] if self.has(spec.name, "H_out") else None
-            if metadata is not None and (
-                "n_sequences" not in metadata or spec.name not in metadata.get("squares_out", {})
-            ):
-                raise ConfigError(
-                    f"{self.path}: {spec.name}: percdamp_out auto needs n_sequences and squares_out in the metadata "
-                    "beside its H_out (docs/hessians.md). Pass percdamp_out as a number, or collect with this version."
-                )
+    def tells_error(self, name: str) -> bool:
+        """Whether the metadata beside H_out says what its relative error is found from."""
+        metadata = self.metadata[self._file[name, "H_out"]]
+        return "n_sequences" in metadata and name in metadata.get("squares_out", {})
 
     def check_values(self, progress: Progress) -> None:
         """Read all factors. Raises ConfigError, NonFiniteError, ShapeError."""

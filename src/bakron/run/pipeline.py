@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakron.api import PERCDAMP_OUT
 from bakron.core.layers import LinearSpec, Scheme, SolvedLayer
 from bakron.data import fingerprint, load_sequences
 from bakron.errors import ConfigError, ModelError, OutputExistsError
@@ -299,6 +300,12 @@ class Job:
                 f"{tokens} calibration tokens are fewer than the widest input, {widest}: H_in is rank-deficient and "
                 "leans on its damping. Use more or longer sequences."
             )
+        two_sided = settings.method == "bakron" and settings.estimator_name not in ("gram", "identity")
+        if len(sequences) == 1 and two_sided and settings.percdamp_out == "auto":
+            self.progress.note(
+                "One calibration sequence says nothing of how noisy H_out is, so it is left out, and the metric is "
+                "one-sided. Use several sequences, or a number for percdamp_out."
+            )
         return sequences
 
     def _given_hessians(self) -> Factors | None:
@@ -312,16 +319,25 @@ class Job:
         given = Factors(path)
         given.require(self.flat_targets, model)
         given.check_values(self.progress)
-        if self.settings.percdamp_out == "auto" and self.settings.method == "bakron":
-            given.require_errors(self.flat_targets)
-        one_sided = sum(not given.has(spec.name, "H_out") for spec in self.flat_targets)
-        if one_sided and self.settings.method == "bakron":
-            self.progress.note(
-                f"{one_sided} of {len(self.flat_targets)} linears have no H_out in {given.path}: they are rounded in "
-                "the one-sided metric of GPTQ."
-            )
+        if self.settings.method == "bakron":
+            self._note_given(given)
         given.sha256  # noqa: B018 - all files are read for it, here for all ranks
         return given
+
+    def _note_given(self, given: Factors) -> None:
+        two_sided = [spec.name for spec in self.flat_targets if given.has(spec.name, "H_out")]
+        n = len(self.flat_targets)
+        if len(two_sided) < n:
+            self.progress.note(
+                f"{n - len(two_sided)} of {n} linears have no H_out in {given.path}: they are rounded in the one-sided "
+                "metric of GPTQ."
+            )
+        unknown = sum(not given.tells_error(name) for name in two_sided)
+        if unknown and self.settings.percdamp_out == "auto":
+            self.progress.note(
+                f"{given.path} does not tell the error of {unknown} H_out of {n} (n_sequences and squares_out in the "
+                f"metadata, docs/hessians.md): they are damped with percdamp_out {PERCDAMP_OUT:g}."
+            )
 
     def _facts(self, quality: dict[str, Any] | None) -> dict[str, Any]:
         """What the model card says."""

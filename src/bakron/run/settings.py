@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from bakron.api import PERCDAMP_IN, PERCDAMP_OUT
+from bakron.api import PERCDAMP_IN
 from bakron.core.layers import Scheme
 from bakron.core.solution import ActOrder
 from bakron.core.transforms import TRANSFORMS
@@ -44,7 +44,7 @@ class Settings:
     bakron and 0 for gptq.
     percdamp_aim: damping of that move, relative to each input's own size; more follows less of the noise.
     percdamp_in, percdamp_out: damping of either factor in multiples of its mean diagonal.  percdamp_out "auto" chooses it
-    for each linear from the spread of H_out between sequences, up to leaving H_out out.
+    for each linear from the spread of H_out between sequences, up to leaving H_out out; 2 where given factors do not tell.
     refine: passes of coordinate descent over a layer's codes after the sweep, at most.
     offload: "disk" has the weights of one block at a time in memory; the result has the same bytes.
     skip: regular expressions; linears whose name matches one are left as they are.
@@ -67,7 +67,7 @@ class Settings:
     aim: float | None = None
     percdamp_aim: float = PERCDAMP_AIM
     percdamp_in: float = PERCDAMP_IN
-    percdamp_out: float | Auto = PERCDAMP_OUT
+    percdamp_out: float | Auto = "auto"
     shrink_out: float = 0.0
     act_order: ActOrder = "both"
     refine: int = 2

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakron.api import PERCDAMP_OUT
 from bakron.core.hessian import KroneckerHessian
 from bakron.core.layers import LinearSpec, Scheme, SolvedLayer
 from bakron.core.linalg import gram
@@ -23,7 +24,7 @@ from bakron.core.refine import refined
 from bakron.core.solution import LayerProblem, Solution, solve_problem
 from bakron.core.spectrum import effective_rank
 from bakron.core.target import aimed_weight
-from bakron.errors import CertificateError, ConfigError, ModelError
+from bakron.errors import CertificateError, ModelError
 from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.models import Decoder
 from bakron.quantizers import fitted
@@ -326,28 +327,23 @@ def _solve_linear(
 def problem_of(spec: LinearSpec, W: Tensor, hessian: KroneckerHessian, settings: Settings) -> LayerProblem:
     """The problem of rounding ``W`` by the method of ``settings``, which may see less than the whole Hessian.
 
-    With percdamp_out "auto" it is one-sided where H_out may be nothing but noise.  Raises ConfigError if its error is unknown.
+    With percdamp_out "auto" it is one-sided where H_out may be nothing but noise.
     """
     percdamp_out = settings.percdamp_out
     if settings.method != "bakron":
         hessian = dataclasses.replace(hessian, H_out=None)
     if percdamp_out == "auto":
-        percdamp_out = _chosen_damping(spec.name, hessian)
+        percdamp_out = _chosen_damping(hessian)
     if math.isinf(percdamp_out):
         hessian, percdamp_out = dataclasses.replace(hessian, H_out=None), 0.0
     return LayerProblem(spec.name, W, hessian, settings.percdamp_in, percdamp_out, settings.shrink_out)
 
 
-def _chosen_damping(name: str, hessian: KroneckerHessian) -> float:
-    """percdamp_out for the noise of H_out; infinite where there is no H_out, or nothing but noise in it."""
+def _chosen_damping(hessian: KroneckerHessian) -> float:
+    """percdamp_out for the noise of H_out, if it is known; infinite where there is no H_out, or nothing but noise in it."""
     if hessian.H_out is None:
         return math.inf
-    if hessian.error_out is None:
-        raise ConfigError(
-            f"{name}: percdamp_out auto needs the error of its H_out, of which its file says nothing (squares_out). "
-            "Collect it anew, or pass percdamp_out as a number."
-        )
-    return damping_for(hessian.H_out, hessian.error_out)
+    return PERCDAMP_OUT if hessian.error_out is None else damping_for(hessian.H_out, hessian.error_out)
 
 
 def rounded(
