@@ -1,4 +1,4 @@
-"""What weighted scales, coordinate descent and refitted scales gain over the plain sweep, on real Hessian factors.
+"""What weighted scales, and coordinate descent over codes and scales, gain over the plain sweep, on real Hessian factors.
 
     bakron collect demo/smollm2 A --inputs static --seed 0 --calibration demo/wikipedia/calibration.jsonl
     bakron collect demo/smollm2 B --inputs static --seed 1 --calibration demo/wikipedia/calibration.jsonl
@@ -16,8 +16,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -28,22 +28,29 @@ from bakron.api import PERCDAMP_IN, PERCDAMP_OUT
 from bakron.core.grid import ScalarGrid
 from bakron.core.hessian import KroneckerHessian
 from bakron.core.linalg import damped
-from bakron.core.refine import descend
-from bakron.core.refit import refit_scales
+from bakron.core.refine import Storable, descend
 from bakron.core.solution import LayerProblem, solve_problem
 from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.quantizers.integer import Integer
 from bakron.run.factors import unpacked
 
 CPU = torch.device("cpu")
+Result = TypeVar("Result")
 Row = tuple[float, ...]  # damped, undamped, held out, seconds
 
 
 class Layer:
     """One linear with its problem, the metrics to judge by, and the rows measured so far."""
 
-    def __init__(self, problem: LayerProblem, held_out: KroneckerHessian, bits: int, group_size: int) -> None:
-        self.problem, self.bits, self.group_size = problem, bits, group_size
+    def __init__(
+        self,
+        problem: LayerProblem,
+        held_out: KroneckerHessian,
+        bits: int,
+        group_size: int,
+        symmetric: bool,
+    ) -> None:
+        self.problem, self.bits, self.group_size, self.symmetric = problem, bits, group_size, symmetric
         assert problem.H_in is not None and problem.H_out is not None
         self.W = problem.weight
         self.H_in, self.H_out = damped(problem.H_in, PERCDAMP_IN), damped(problem.H_out, PERCDAMP_OUT)
@@ -52,9 +59,8 @@ class Layer:
 
     def measure(self, weights: Tensor | None, label: str) -> None:
         """All that can follow a grid fitted with these column weights."""
-        grid = Integer(self.bits, self.group_size, scale="hessian", scale_dtype=torch.bfloat16).fit(
-            self.W, weights
-        )
+        quantizer = Integer(self.bits, self.group_size, self.symmetric, "hessian", torch.bfloat16)
+        grid = quantizer.fit(self.W, weights)
 
         def solve() -> Tensor:
             return solve_problem(self.problem, grid, "both", get_kernel("numba", CPU)).codes
@@ -62,23 +68,22 @@ class Layer:
         self.refined(grid, solve(), 1, self.H_out)  # once, to compile the kernels and to factor H_in
         codes, seconds = timed(solve)
         self.add(label, grid, codes, seconds)
-        for passes in (1, 2, 4):
-            moved, more = self.refined(grid, codes, passes, self.H_out)
-            self.add(f"{label}, {passes} pass{'es' if passes > 1 else ''}", grid, moved, seconds + more)
+        for passes in (1, 2, 4, 8):
+            for name, storable in (("codes", None), ("scales and codes", quantizer.storable)):
+                (moved_grid, moved), more = self.refined(grid, codes, passes, self.H_out, storable)
+                self.add(f"{label}, {passes} × {name}", moved_grid, moved, seconds + more)
         assert self.problem.H_out is not None
-        moved, more = self.refined(grid, codes, 2, self.problem.H_out)
-        self.add(f"{label}, 2 passes with H_out undamped", grid, moved, seconds + more)
-        refitted, more = timed(lambda: refit_scales(self.W, grid, codes, self.H_in, self.H_out, 2))
-        stored = refitted.to(torch.bfloat16).to(grid.scale)
-        grid = replace(grid, scale=torch.where(stored * grid.scale > 0, stored, grid.scale))
-        self.add(f"{label}, refit", grid, codes, seconds + more)
-        moved, last = self.refined(grid, codes, 2, self.H_out)
-        self.add(f"{label}, refit, 2 passes", grid, moved, seconds + more + last)
+        (_, moved), more = self.refined(grid, codes, 2, self.problem.H_out)
+        self.add(f"{label}, 2 × codes with H_out undamped", grid, moved, seconds + more)
 
-    def refined(self, grid: ScalarGrid, codes: Tensor, passes: int, H_out: Tensor) -> tuple[Tensor, float]:
-        """Codes after coordinate descent, and its seconds."""
+    def refined(
+        self, grid: ScalarGrid, codes: Tensor, passes: int, H_out: Tensor, storable: Storable | None = None
+    ) -> tuple[tuple[ScalarGrid, Tensor], float]:
+        """Grid and codes after coordinate descent, and its seconds."""
         kernel = get_panel_kernel(CPU)
-        return timed(lambda: descend(self.W, grid, codes, self.H_in, H_out, passes, kernel)[0])
+        return timed(
+            lambda: descend(self.W, grid, codes, self.H_in, H_out, passes, kernel, storable=storable)[:2]
+        )
 
     def add(self, label: str, grid: ScalarGrid, codes: Tensor, seconds: float) -> None:
         """Judge a solution."""
@@ -86,7 +91,7 @@ class Layer:
         self.rows[label] = *(metric.loss(E) for metric in self.metrics), seconds
 
 
-def timed(work: Callable[[], Tensor]) -> tuple[Tensor, float]:
+def timed(work: Callable[[], Result]) -> tuple[Result, float]:
     """The result and the process's seconds."""
     started = time.process_time()
     return work(), time.process_time() - started
@@ -102,6 +107,7 @@ def main() -> None:
     parser.add_argument("held_out", type=Path)
     parser.add_argument("--bits", type=int, nargs="+", default=[3])
     parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--asymmetric", action="store_true")
     args = parser.parse_args()
     train, held_out = (unpacked(load_file(path)) for path in (args.factors, args.held_out))
     for bits in args.bits:
@@ -115,7 +121,7 @@ def main() -> None:
                         KroneckerHessian(file[key], file[f"{name}.H_out"]) for file in (train, held_out)
                     ]
                     problem = LayerProblem(name, W, hessians[0], PERCDAMP_IN, PERCDAMP_OUT)
-                    layer = Layer(problem, hessians[1], bits, args.group_size)
+                    layer = Layer(problem, hessians[1], bits, args.group_size, not args.asymmetric)
                     layer.measure(None, "sweep")
                     layer.measure(problem.column_weights(), "weighted scales")
                     layers.append(layer.rows)

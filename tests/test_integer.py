@@ -4,6 +4,8 @@ weigh differently (then it serves those of large weight), and serves weights of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -129,6 +131,36 @@ def test_a_symmetric_search_serves_both_signs_alike(
     importance = torch.from_numpy(np.random.default_rng(seed).exponential(1, shape[1]))
     of_weight, of_negative = (errors(V, quantizer.fit(V, importance), importance) for V in (W, -W))
     assert torch.allclose(of_weight, of_negative, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n_bits", [2, 3])
+def test_an_asymmetric_search_finds_the_best_zero(n_bits: int) -> None:
+    """Against all zeros with the same scales: on one side more may be given up than on the other."""
+    W = torch.from_numpy(np.random.default_rng(0).standard_normal((200, 16)) + 0.3)
+    searched = errors(W, Integer(n_bits, -1, False, "mse").fit(W))[:, 0]
+    minmax = Integer(n_bits, -1, False, "minmax").fit(W)
+    low, high = int(minmax.levels[0]), int(minmax.levels[-1])
+    best = torch.full_like(searched, torch.inf)
+    for zero in range(low, high + 1):
+        for shrink in torch.linspace(1, 0.3, 36, dtype=W.dtype):
+            grid = replace(minmax, scale=shrink * minmax.scale, zero=torch.full_like(minmax.zero, zero))
+            best = torch.minimum(best, errors(W, grid)[:, 0])
+    assert float((searched / best).mean()) < 1.01
+
+
+@properties
+@given(scale_dtypes, seeds, dtypes)
+def test_stored_scales_are_the_nearest_that_the_checkpoint_can_hold(
+    scale_dtype: torch.dtype | None, seed: int, dtype: torch.dtype
+) -> None:
+    scale = weights(seed, (5, 7), dtype)
+    limits = torch.finfo(scale_dtype or dtype)
+    scale[0, :4] = torch.tensor([0.0, 1e-44, limits.max, -limits.max], dtype=dtype)
+    stored = Integer(scale="hessian", scale_dtype=scale_dtype).storable(scale)
+    assert stored.dtype == dtype and bool((stored != 0).all()) and bool(torch.isfinite(stored).all())
+    assert torch.equal(stored.to(scale_dtype or dtype).to(dtype), stored)
+    assert torch.equal(stored < 0, scale < 0)
+    assert torch.allclose(stored, scale, rtol=limits.eps, atol=limits.tiny)
 
 
 def test_a_large_positive_weight_gets_a_negative_scale() -> None:

@@ -1,5 +1,5 @@
 """Claims: coordinate descent makes the moves of its own definition, never raises f, ends where no single move lowers it,
-and leaves a weight on the grid, the grid, the certificate and the damping of the sweep alone.
+and leaves a weight on the grid, the certificate and the damping of the sweep alone; the grid, too, unless scales may follow.
 
 There is no symmetry under transposition to test: a pass goes column by column, so W and Wᵀ are visited differently.
 """
@@ -31,11 +31,13 @@ from bakron.core.refine import MARGIN, PanelKernel, descend, refined
 from bakron.core.solution import LayerProblem, Solution, solve_problem
 from bakron.errors import ConfigError
 from bakron.kernels import get_kernel, get_panel_kernel
+from bakron.quantizers.integer import Integer
 
 CPU = torch.device("cpu")
 KERNELS: dict[str, PanelKernel] = {
     name: importlib.import_module(f"bakron.kernels.{name}").descend_panel for name in ("numba", "torch")
 }
+STORABLE = Integer(scale="hessian", scale_dtype=torch.bfloat16).storable
 DAMP_IN, DAMP_OUT = 0.02, 0.3
 
 properties = settings(deadline=None, derandomize=True, max_examples=30)
@@ -58,7 +60,7 @@ def descended(
     """Codes and moves of ``descend`` on the undamped factors of ``case``."""
     start = torch.from_numpy(codes.astype(np.int16))
     H_in, H_out = case.tensor("H_in"), case.tensor("H_out")
-    found, moves = descend(case.tensor("W"), case.grid, start, H_in, H_out, sweeps, KERNELS[kernel], panel)
+    _, found, moves = descend(case.tensor("W"), case.grid, start, H_in, H_out, sweeps, KERNELS[kernel], panel)
     return found.numpy().astype(np.int64), moves
 
 
@@ -155,10 +157,10 @@ def test_a_descent_that_does_not_lower_the_loss_is_thrown_away() -> None:
         panel.codes.fill_(-8)  # type: ignore[attr-defined]
         return panel.codes.numel()  # type: ignore[attr-defined]
 
-    codes, moves = descend(
+    grid, codes, moves = descend(
         case.tensor("W"), case.grid, start, case.tensor("H_in"), case.tensor("H_out"), 1, careless
     )
-    assert torch.equal(codes, start) and moves == 0
+    assert torch.equal(codes, start) and moves == 0 and grid is case.grid
 
 
 # ----------------------------------------------------------------------------------------- fixed points
@@ -180,7 +182,7 @@ def test_round_to_nearest_is_a_fixed_point_without_factors(kernel: str) -> None:
     spoilt = codes.clone()
     spoilt[3, 5] += 1
     for start in (codes, spoilt):
-        found, moves = descend(case.tensor("W"), case.grid, start, None, None, 3, KERNELS[kernel], 4)
+        _, found, moves = descend(case.tensor("W"), case.grid, start, None, None, 3, KERNELS[kernel], 4)
         assert torch.equal(found, codes) and moves == int((start != codes).sum())
 
 
@@ -195,7 +197,7 @@ def test_a_missing_factor_stands_for_the_identity(kernel: str, side: str) -> Non
         descend(case.tensor("W"), case.grid, start, **factors | {side: H}, sweeps=3, kernel=KERNELS[kernel])
         for H in (None, identity)
     ]
-    assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1] > 0
+    assert torch.equal(results[0][1], results[1][1]) and results[0][2] == results[1][2] > 0
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -215,6 +217,37 @@ def test_single_and_empty_rows_and_columns(m: int, n: int) -> None:
     solution = swept(random_case(5, m, n))
     after = refined(solution, 3, get_panel_kernel(CPU))
     assert after.codes.shape == (m, n) and after.loss <= solution.loss * (1 + 1e-9)
+
+
+# ------------------------------------------------------------------------------------------ scales that follow
+
+
+@properties
+@given(case=cases.filter(lambda case: case.grid.offset is None), sweeps=st.integers(1, 4))
+def test_scales_that_follow_are_storable_keep_their_signs_and_never_raise_the_loss(
+    case: Case, sweeps: int
+) -> None:
+    H_in, H_out = damped(case.H_in, DAMP_IN), damped(case.H_out, DAMP_OUT)
+    before = swept(case)
+    after = refined(before, sweeps, get_panel_kernel(CPU), STORABLE)
+    changed = after.grid.scale != before.grid.scale
+    assert torch.equal(after.grid.scale[changed], STORABLE(after.grid.scale)[changed])
+    assert bool((after.grid.scale * before.grid.scale > 0).all())
+    assert torch.equal(after.grid.zero, before.grid.zero) and after.fitted is before.grid
+    losses = [quadratic_form(x.weight.double().numpy() - case.W, H_in, H_out) for x in (before, after)]
+    assert losses[1] <= losses[0] * (1 + 1e-9)
+    assert torch.equal(after.weight, after.grid.values(after.codes))
+
+
+def test_scales_that_follow_gain_on_codes_alone() -> None:
+    ratios = []
+    for seed in range(5):
+        case = random_case(seed, 24, 40, "clipped", 8, in_kind="outliers", out_kind="low-rank")
+        before = swept(case)
+        alone, both = (refined(before, 4, get_panel_kernel(CPU), *how) for how in ((), (STORABLE,)))
+        ratios.append(both.loss / alone.loss)
+        assert both.loss_rtn == before.loss_rtn and both.loss_gptq == before.loss_gptq
+    assert np.mean(ratios) < 0.95
 
 
 # ------------------------------------------------------------------------------------------ the solution

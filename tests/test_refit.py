@@ -1,13 +1,15 @@
-"""Claims: refitted scales are the dense least-squares solution in the two-sided metric, and fewer iterations never hurt."""
+"""Claims: a refit lowers the two-sided loss and finds the best scales where they do not interact; refits lead to the best."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import Array, Case, damped, quadratic_form, random_case, round_to_nearest
+from oracle import Array, Case, code_values, damped, quadratic_form, random_case, round_to_nearest
 
 from bakron.core.refit import refit_scales
 
@@ -29,10 +31,14 @@ def regular(case: Case) -> Case:
     return Case(case.W, damped(case.H_in, 0.02), damped(case.H_out, 0.3), case.grid, case.values)
 
 
-def refitted(case: Case, iterations: int) -> Array:
+def refitted(case: Case, steps: int = 1) -> Array:
+    """The scales after so many refits to the nearest codes."""
     codes = torch.from_numpy(round_to_nearest(case).astype(np.int16))
     H_in, H_out = case.tensor("H_in"), case.tensor("H_out")
-    return refit_scales(case.tensor("W"), case.grid, codes, H_in, H_out, iterations).numpy()
+    grid = case.grid
+    for _ in range(steps):
+        grid = replace(grid, scale=refit_scales(case.tensor("W"), grid, codes, H_in, H_out))
+    return grid.scale.numpy()
 
 
 def units(case: Case) -> Array:
@@ -58,31 +64,38 @@ def least_loss(case: Case) -> float:
 
 
 @properties
-@given(cases)
-def test_the_scales_are_those_of_dense_least_squares(case: Case) -> None:
-    case = regular(case)
-    least, zero = least_loss(case), loss(case, 0 * case.grid.scale.numpy())
-    assert loss(case, refitted(case, 100)) <= least + 1e-6 * zero
-
-
-@properties
-@given(cases, st.integers(0, 6))
-def test_each_iteration_lowers_the_loss(case: Case, iterations: int) -> None:
-    case = regular(case)
-    fewer, more = (loss(case, refitted(case, k)) for k in (iterations, iterations + 1))
+@given(cases, st.integers(0, 4))
+def test_each_refit_lowers_the_loss(case: Case, steps: int) -> None:
+    fewer, more = (loss(case, refitted(case, k)) for k in (steps, steps + 1))
     assert more <= fewer * (1 + 1e-9) + 1e-12
 
 
-def test_one_iteration_is_enough_when_rows_do_not_interact() -> None:
-    case = regular(random_case(0, 6, 20, "symmetric", 4, out_kind="diagonal"))
-    assert loss(case, refitted(case, 1)) == pytest.approx(least_loss(case), rel=1e-4)
+@pytest.mark.parametrize("seed", range(5))
+def test_refits_lead_to_dense_least_squares(seed: int) -> None:
+    case = regular(random_case(seed, 5, 12, "symmetric", 3))
+    first, least = loss(case, case.grid.scale.numpy()), least_loss(case)
+    assert loss(case, refitted(case, 1)) - least < 0.5 * (first - least)
+    assert loss(case, refitted(case, 200)) == pytest.approx(least, rel=1e-4)
 
 
-def test_a_group_of_zeros_keeps_its_scale() -> None:
+def test_one_refit_is_enough_where_nothing_interacts() -> None:
+    case = regular(random_case(0, 6, 20, "asymmetric", 4, out_kind="diagonal"))
+    apart = np.arange(20)[:, None] // 4 == np.arange(20)[None] // 4
+    case = Case(case.W, case.H_in * apart, np.eye(6), case.grid, case.values)
+    assert loss(case, refitted(case)) == pytest.approx(least_loss(case), rel=1e-6)
+
+
+def test_what_says_nothing_of_a_scale_leaves_it_alone() -> None:
+    """Codes that all stand for 0, inputs that never come, outputs that nothing depends on; and a weight on the grid."""
     case = regular(random_case(1, 5, 12, "symmetric", 4))
     case.W[2, 4:8] = 0
-    scale = refitted(case, 20)
-    assert scale[2, 1] == pytest.approx(float(case.grid.scale[2, 1]), abs=1e-9) and np.isfinite(scale).all()
+    case.H_in[8:] = case.H_in[:, 8:] = case.H_out[3] = case.H_out[:, 3] = 0
+    scale, before = refitted(case, 20), case.grid.scale.numpy()
+    assert scale[2, 1] == before[2, 1] and np.array_equal(scale[:, 2], before[:, 2])
+    assert np.array_equal(scale[3], before[3]) and not np.array_equal(scale, before)
+    codes = round_to_nearest(case)
+    on_grid = Case(code_values(case, codes), case.H_in, case.H_out, case.grid, case.values)
+    assert np.allclose(refitted(on_grid), before, rtol=1e-12)
 
 
 def test_missing_factors_stand_for_the_identity() -> None:

@@ -425,7 +425,9 @@ def test_a_static_problem_is_that_of_the_original_model(
 ) -> None:
     """For every linear, also those whose H_in is stored once for the whole group."""
     path = model_of(shared, family)
-    job = job_of(path, tmp_path, text, method=method, estimator=estimator, inputs="static", seed=2, percdamp_out=2.0)
+    job = job_of(
+        path, tmp_path, text, method=method, estimator=estimator, inputs="static", seed=2, percdamp_out=2.0
+    )
     whole = load_whole(path)
     seen = observed(whole, job, [spec.name for spec in job.flat_targets], seed=2)
     for spec in job.flat_targets:

@@ -105,7 +105,9 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "Sides that are rounded in descending order of their Hessian's diagonal.",
         ),
         "refine": Option(
-            int, "2", "At most so many passes of coordinate descent over the codes after rounding."
+            int,
+            "4",
+            "At most so many passes of coordinate descent over scales and codes after rounding.",
         ),
         "kernel": Option(str, "auto", "Code that rounds a tile: auto, numba (CPU), triton (CUDA) or torch."),
     },

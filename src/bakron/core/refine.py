@@ -1,4 +1,4 @@
-"""Coordinate descent after the sweep: single codes move while that lowers the two-sided loss that the sweep minimised.
+"""Coordinate descent after the sweep: scales and single codes move while that lowers the two-sided loss that it minimised.
 
 Notation (solver.md, sections 1 and 5): E = Ŵ − W and f = tr(H_out E H_in Eᵀ), both factors damped. Moving the value of
 entry (i, j) by δ changes f by 2δ·g + δ²·c, with g = (H_out E H_in)[i,j] and c = H_out[i,i]·H_in[j,j], so that the best
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bakron.core.grid import ScalarGrid
 from bakron.core.linalg import damped, shrink_to_diagonal
+from bakron.core.refit import refit_scales
 from bakron.core.solution import Solution
 from bakron.errors import ConfigError
 
@@ -49,6 +50,10 @@ PanelKernel = Callable[[Panel], int]
 """``kernel(panel)`` visits column after column, in each row after row, moves what lowers f, returns the moves."""
 
 
+Storable = Callable[[Tensor], Tensor]
+"""The nearest scales, of the same signs, that a checkpoint can hold."""
+
+
 def descend(
     W: Tensor,
     grid: ScalarGrid,
@@ -58,26 +63,33 @@ def descend(
     sweeps: int,
     kernel: PanelKernel,
     panel: int = PANEL,
-) -> tuple[Tensor, int]:
-    """Cyclic coordinate descent from ``codes`` (m, n) on the frozen ``grid``: at most ``sweeps`` passes.
+    storable: Storable | None = None,
+) -> tuple[ScalarGrid, Tensor, int]:
+    """Cyclic coordinate descent from ``codes`` (m, n): at most ``sweeps`` passes; with ``storable``, scales are refitted
+    before each of them, else the ``grid`` is frozen.
 
-    H_in (n, n), H_out (m, m): symmetric PSD, as they are to be minimised; None is the identity. Returns int16 codes
-    whose f is not above that of ``codes``, compared in float64, and how many moves were made (0 when there is none that
-    lowers f). It stops once a pass moves nothing. The result is that of visiting one entry after the other, column by
-    column, for every panel width, up to rounding in the dtype of W. A pass costs 2mn(m+n) flops of matrix products.
+    H_in (n, n), H_out (m, m): symmetric PSD, as they are to be minimised; None is the identity. Returns the grid and int16
+    codes whose f is not above that of ``codes`` on ``grid``, compared in float64, and how many moves were made (0 when
+    nothing that was found lowers f). It stops once a pass moves nothing. The codes are those of visiting one entry after
+    the other, column by column, for every panel width, up to rounding in the dtype of W. A pass costs 2mn(m+n) flops of
+    matrix products, and a refit twice that.
     """
     m, n = W.shape
-    grid = grid.to(W.dtype)
+    start, grid = grid, grid.to(W.dtype)
+    fitted = grid
     H_in = None if H_in is None else H_in.to(W.dtype).contiguous()
     H_out = None if H_out is None else H_out.to(W.dtype).contiguous()
-    scale = grid.scale.T.contiguous()
     moving = codes.T.contiguous().clone()
     total = 0
     for _ in range(sweeps if m and n else 0):
+        last = grid
+        if storable is not None:
+            grid = _refitted(W, grid, moving.T, H_in, H_out, storable)
         E = (grid.values(moving.T) - W).T.contiguous()
+        scale = grid.scale.T.contiguous()
         moved = 0
-        for start in range(0, n, panel):
-            c = slice(start, min(start + panel, n))
+        for j in range(0, n, panel):
+            c = slice(j, min(j + panel, n))
             if H_in is None:
                 G, block = E[c].clone(), torch.eye(len(E[c]), dtype=W.dtype, device=W.device)
             else:
@@ -97,29 +109,41 @@ def descend(
                 )
             )
         total += moved
-        if not moved:
+        if not moved and torch.equal(grid.scale, last.scale):
             break
     found = moving.T.contiguous()
-    if total and _change(W, grid, codes, found, H_in, H_out) < 0:
-        return found, total
-    return codes, 0
+    if (total or grid is not fitted) and _change(W, (start, codes), (grid, found), H_in, H_out) < 0:
+        return start if grid is fitted else grid, found, total
+    return start, codes, 0
 
 
-def _change(
-    W: Tensor, grid: ScalarGrid, before: Tensor, after: Tensor, H_in: Tensor | None, H_out: Tensor | None
-) -> float:
+def _refitted(
+    W: Tensor, grid: ScalarGrid, codes: Tensor, H_in: Tensor | None, H_out: Tensor | None, storable: Storable
+) -> ScalarGrid:
+    """The grid, which has no offset, with refitted scales; one that would vanish or change its sign stays."""
+    scale = refit_scales(W, grid, codes, H_in, H_out)
+    scale = torch.where(scale * grid.scale > 0, storable(scale), grid.scale)
+    return ScalarGrid(grid.levels, scale, grid.zero, grid.group)
+
+
+Rounded = tuple[ScalarGrid, Tensor]
+"""A grid, and codes on it."""
+
+
+def _change(W: Tensor, before: Rounded, after: Rounded, H_in: Tensor | None, H_out: Tensor | None) -> float:
     """f(after) − f(before) in float64, as tr(H_out Δ H_in (2E + Δ)ᵀ) with Δ the change of E: no difference of sums."""
-    grid = grid.to(torch.float64)
-    start = grid.values(before)
-    step = grid.values(after) - start
+    start, end = (grid.to(torch.float64).values(codes) for grid, codes in (before, after))
+    step = end - start
     right = 2 * (start - W.to(torch.float64)) + step
     left = step if H_out is None else H_out.to(torch.float64) @ step
     right = right if H_in is None else right @ H_in.to(torch.float64)
     return float((left * right).sum())
 
 
-def refined(solution: Solution, sweeps: int, kernel: PanelKernel) -> Solution:
-    """``solution`` with its codes moved by at most ``sweeps`` passes of coordinate descent.
+def refined(
+    solution: Solution, sweeps: int, kernel: PanelKernel, storable: Storable | None = None
+) -> Solution:
+    """``solution`` with its codes, and with ``storable`` its scales, moved by at most ``sweeps`` passes of coordinate descent.
 
     It descends the damped and shrunk metric that the sweep rounded in, never raising it; certificate and damping stay
     those of the sweep. Raises ConfigError when ``sweeps`` is negative.
@@ -134,11 +158,11 @@ def refined(solution: Solution, sweeps: int, kernel: PanelKernel) -> Solution:
         H_in = damped(H_in, solution.damping[0])
     W = problem.weight.detach()
     W = W if W.dtype == torch.float64 else W.to(torch.float32)
-    codes, moved = descend(W, solution.grid, solution.codes, H_in, H_out, sweeps, kernel)
-    if not moved:
+    grid, codes, _ = descend(W, solution.grid, solution.codes, H_in, H_out, sweeps, kernel, storable=storable)
+    if codes is solution.codes:
         return solution
     return dataclasses.replace(
-        solution, codes=codes, weight=solution.grid.values(codes), clip_rate=_clip_rate(solution.grid, codes)
+        solution, grid=grid, codes=codes, weight=grid.values(codes), clip_rate=_clip_rate(grid, codes)
     )
 
 

@@ -157,9 +157,11 @@ class Solution:
     """The rounded layer: ``weight`` = ``grid.values(codes)``, (d_out, d_in); codes int16 in the original order.
 
     damping: (percdamp_in, percdamp_out) as used.  clip_rate: share of codes at either end of the grid.
+    fitted: the grid that the sweep rounded on; ``grid`` is another where scales were refitted to the codes.
     """
 
     problem: LayerProblem
+    fitted: ScalarGrid
     grid: ScalarGrid
     codes: Tensor
     weight: Tensor
@@ -176,19 +178,18 @@ class Solution:
 
     @cached_property
     def loss_rtn(self) -> float:
-        """The same loss of round-to-nearest on the same grid."""
-        return self.problem.loss(
-            self.grid.values(self.grid.nearest(self.problem.weight.to(self.grid.scale.dtype)))
-        )
+        """The same loss of round-to-nearest on the fitted grid."""
+        nearest = self.fitted.nearest(self.problem.weight.to(self.fitted.scale.dtype))
+        return self.problem.loss(self.fitted.values(nearest))
 
     @cached_property
     def loss_gptq(self) -> float:
-        """The same loss of the one-sided solution (H_out = I in the sweep) on the same grid; solved on first use."""
+        """The same loss of the one-sided solution (H_out = I in the sweep) on the fitted grid; solved on first use."""
         if self.problem.H_out is None:
             return self.loss
         order: ActOrder = "in" if self.act_order in ("in", "both") else "none"
         return self.problem.loss(
-            solve_problem(self.problem.one_sided(), self.grid, order, self.kernel).weight
+            solve_problem(self.problem.one_sided(), self.fitted, order, self.kernel).weight
         )
 
 
@@ -231,6 +232,7 @@ def solve_problem(
         codes = gathered(ordered, torch.argsort(rows), torch.argsort(columns), ordered.dtype, team)
     return Solution(
         problem=problem,
+        fitted=grid,
         grid=grid,
         codes=codes,
         weight=grid.values(codes),

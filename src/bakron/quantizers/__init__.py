@@ -36,6 +36,21 @@ class Weighted(Quantizer, Protocol):
         ...
 
 
+@runtime_checkable
+class Refittable(Weighted, Protocol):
+    """A quantizer whose scales may be anything that can be stored, so that they can follow the codes after rounding."""
+
+    def storable(self, scale: Tensor) -> Tensor:
+        """The nearest scales to ``scale`` (m, n_groups), none 0, that a checkpoint can hold, in the same dtype."""
+        ...
+
+
+def storable(quantizer: Quantizer) -> Callable[[Tensor], Tensor] | None:
+    """What rounds the quantizer's scales after a refit in the Hessian's metric; None if it wants none, or has no say."""
+    refitted = isinstance(quantizer, Refittable) and quantizer.scale == "hessian"
+    return quantizer.storable if refitted else None
+
+
 def fitted(quantizer: Quantizer, weight: Tensor, column_weights: Callable[[], Tensor | None]) -> ScalarGrid:
     """The quantizer's grid for ``weight``; column_weights is called only if the quantizer asks for them."""
     if isinstance(quantizer, Weighted) and quantizer.scale == "hessian":

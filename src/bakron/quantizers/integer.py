@@ -65,10 +65,18 @@ class Integer:
             levels, groups.restored(scale).view(groups.shape), zero.view(groups.shape), groups.group
         )
 
+    def storable(self, scale: Tensor) -> Tensor:
+        """The nearest scales to ``scale`` that a checkpoint can hold, of the same signs: never infinite or 0."""
+        dtype = self.scale_dtype or scale.dtype
+        limits = torch.finfo(dtype)
+        size = scale.abs().clamp(limits.tiny * limits.eps, limits.max).to(dtype).to(scale.dtype)
+        return torch.where(scale < 0, -size, size)
+
     def _candidates(self, groups: Groups) -> Iterator[tuple[Tensor, Tensor]]:
         """Scale and zero (both (k,)) for the k lines of ``groups``: min-max first, then ever smaller ranges.
 
-        A symmetric grid has one level more on one side, and the sign of the scale says on which.
+        A symmetric grid has one level more on one side, and the sign of the scale says on which. An asymmetric one may give
+        up more on one side than on the other.
         """
         low, high = -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
         least, most = groups.values.amin(1).clamp(max=0), groups.values.amax(1).clamp(min=0)
@@ -82,8 +90,9 @@ class Integer:
                     yield sign * groups.storable(shrink * reach, self.scale_dtype), zero
             else:
                 scale = groups.storable(shrink * (most - least) / (high - low), self.scale_dtype)
-                zero = (low - shrink * least / scale).round().clamp(low, high)
-                yield scale, zero
+                zero = (low - shrink * least / scale).round()
+                for step in (0, -1, 1):
+                    yield scale, (zero + step).clamp(low, high)
 
     def _error(self, values: Tensor, importance: Tensor | None, scale: Tensor, zero: Tensor) -> Tensor:
         low, high = -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1

@@ -45,7 +45,7 @@ class Settings:
     percdamp_aim: damping of that move, relative to each input's own size; more follows less of the noise.
     percdamp_in, percdamp_out: damping of either factor in multiples of its mean diagonal.  percdamp_out "auto" chooses it
     for each linear from the spread of H_out between sequences, up to leaving H_out out; 2 where given factors do not tell.
-    refine: passes of coordinate descent over a layer's codes after the sweep, at most.
+    refine: passes of coordinate descent over a layer's codes after the sweep, at most; scales follow if they are "hessian".
     offload: "disk" has the weights of one block at a time in memory; the result has the same bytes.
     skip: regular expressions; linears whose name matches one are left as they are.
     transform: changes of the weights that leave the model's function as it is, joined by "+" (docs/transforms.md).
@@ -70,7 +70,7 @@ class Settings:
     percdamp_out: float | Auto = "auto"
     shrink_out: float = 0.0
     act_order: ActOrder = "both"
-    refine: int = 2
+    refine: int = 4
     kernel: str = "auto"
     calibration: str | None = None
     n_sequences: int = 128

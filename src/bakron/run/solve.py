@@ -27,7 +27,7 @@ from bakron.core.target import aimed_weight
 from bakron.errors import CertificateError, ModelError
 from bakron.kernels import get_kernel, get_panel_kernel
 from bakron.models import Decoder
-from bakron.quantizers import fitted
+from bakron.quantizers import fitted, storable
 from bakron.run.collect import Need, boundary, check_finite, factors, load_states
 from bakron.run.factors import COUNTS, Factors, of_piece
 from bakron.run.progress import Progress, stage
@@ -354,7 +354,7 @@ def rounded(
     scheme: Scheme,
     scale_dtype: torch.dtype,
 ) -> tuple[SolvedLayer, Solution]:
-    """Solve ``problem`` on the grid of ``scheme`` that is fitted to ``original``.
+    """Solve ``problem`` on the grid of ``scheme`` that is fitted to ``original``, then refine.
 
     Raises CertificateError when the codes are not those of the sweep's definition.
     """
@@ -369,7 +369,8 @@ def rounded(
             f"{solution.certificate.worst:.3g} grid steps. This is a defect of kernel {settings.kernel!r}: "
             "choose kernel torch and report it."
         )
-    solution = refined(solution, settings.refine, get_panel_kernel(device))
+    solution = refined(solution, settings.refine, get_panel_kernel(device), storable(quantizer))
+    grid = solution.grid
     layer = SolvedLayer(
         spec,
         scheme,
