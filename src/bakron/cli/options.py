@@ -109,6 +109,12 @@ OPTIONS: dict[str, dict[str, Option]] = {
             "4",
             "At most so many passes of coordinate descent over scales and codes after rounding.",
         ),
+        "tune": Option(
+            int,
+            "0",
+            "Passes over the calibration sequences that tune all scales together, after the solve, to the original model's "
+            "predictions.",
+        ),
         "kernel": Option(str, "auto", "Code that rounds a tile: auto, numba (CPU), triton (CUDA) or torch."),
     },
     MODEL: {

@@ -37,6 +37,7 @@ from bakron.run.settings import Settings
 from bakron.run.solve import load_solved, solve_model, solved
 from bakron.run.store import Store, held, model_fingerprint, require_space, tensor_sha256
 from bakron.run.transformed import changes_of, digests, load_transformed, put_back
+from bakron.run.tune import tune, tuned
 
 REPORT = "bakron.json"
 
@@ -129,7 +130,7 @@ class Job:
         sequential = self.settings.sequential
         return Need(
             self.settings.estimator_name,
-            boundaries=gradients or self.settings.aim_used > 0,
+            boundaries=gradients or self.settings.aim_used > 0 or self.settings.tune > 0,
             H_in=self.settings.needs_data and not sequential,
             gradients=gradients,
             labels=self.settings.labels,
@@ -164,7 +165,7 @@ class Job:
     def solved(self) -> Store:
         """The store of solved layers."""
         settings = self.settings.as_dict()
-        for name in ("calibration", "transform", "format", "device", "dtype", "hessians", "offload"):
+        for name in ("calibration", "transform", "format", "device", "dtype", "hessians", "offload", "tune"):
             del settings[name]  # in data_facts, or without influence on the codes
         facts = {**self.data_facts, **settings, "scale_dtype": str(self.export_plan.scale_dtype)}
         facts |= {"estimator": self.settings.estimator_name, "aim": self.settings.aim_used}
@@ -222,6 +223,42 @@ class Job:
             self.progress,
         )
         self.apply()
+        if self.settings.tune and not self.solved.has(self._last):
+            self.ranks.from_first(self._tune)
+            self.apply()
+
+    @property
+    def _last(self) -> str:
+        """The piece that the second stage leaves last."""
+        b, passes = self.decoder.n_blocks - 1, self.settings.tune
+        return tuned(passes, b) if passes else solved(b)
+
+    def _tune(self) -> None:
+        tune(
+            self.decoder,
+            self.sequences,
+            self.settings.tune,
+            lambda b: load_solved(self.solved, self.targets[b], b, self.schemes),
+            self.collected.alone,
+            self.solved.alone,
+            self.progress,
+        )
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the second stage is done."""
+        return self.solved.has(self._last)
+
+    def _layers(self, b: int) -> dict[str, SolvedLayer]:
+        """The layers of block b by name, as they will be stored: after tuning, if it is done."""
+        layers = load_solved(self.solved, self.targets[b], b, self.schemes)
+        piece = tuned(self.settings.tune, b)
+        if not (self.settings.tune and self.solved.has(piece)):
+            return layers
+        scales = self.solved.load(piece)
+        return {
+            name: dataclasses.replace(layer, scale=scales[f"{name}.scale"]) for name, layer in layers.items()
+        }
 
     def apply(self) -> None:
         """Give the decoder the solved weights, and those transformed only, as a loader of the checkpoint would see them."""
@@ -231,7 +268,7 @@ class Job:
 
     def _solved_weights(self, b: int) -> Iterator[tuple[str, Tensor]]:
         """The names of the solved linears of block b, and the weights that their codes stand for."""
-        for name, layer in load_solved(self.solved, self.targets[b], b, self.schemes).items():
+        for name, layer in self._layers(b).items():
             yield name, layer.weight()
 
     def report(self) -> list[dict[str, Any]]:
@@ -248,9 +285,7 @@ class Job:
         def layer(spec: LinearSpec) -> SolvedLayer:
             if spec.block not in blocks:
                 blocks.clear()  # one block in memory
-                blocks[spec.block] = load_solved(
-                    self.solved, self.targets[spec.block], spec.block, self.schemes
-                )
+                blocks[spec.block] = self._layers(spec.block)
             return blocks[spec.block][spec.name]
 
         with stage(self.progress, "export", self.export_plan.n_tensors):
@@ -398,13 +433,15 @@ class Job:
     def _record(self, quality: dict[str, Any] | None) -> dict[str, Any]:
         """What ``bakron.json`` says: the facts of the card, a row a layer, and digests of the weights that are new."""
         sha256 = digests(self.decoder, self.changes)
-        for b, specs in enumerate(self.targets):
-            for layer in load_solved(self.solved, specs, b, self.schemes).values():
+        for b in range(self.decoder.n_blocks):
+            for layer in self._layers(b).values():
                 sha256[layer.spec.name] = tensor_sha256(layer.weight())
         facts = {key: value for key, value in self._facts(quality).items() if key not in ("usage", "title")}
         layers = [{key: value for key, value in row.items() if key != "seconds"} for row in self.report()]
         if len(self.by_scheme) > 1:
             layers = [{**row, **dataclasses.asdict(self.schemes[row["name"]])} for row in layers]
+        if self.settings.tune:
+            facts["tuned"] = self.solved.metadata(self._last)
         return {**facts, "layers": layers, "sha256": sha256}  # no times: the same run gives the same bytes
 
 

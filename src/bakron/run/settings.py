@@ -46,6 +46,8 @@ class Settings:
     percdamp_in, percdamp_out: damping of either factor in multiples of its mean diagonal.  percdamp_out "auto" chooses it
     for each linear from the spread of H_out between sequences, up to leaving H_out out; 2 where given factors do not tell.
     refine: passes of coordinate descent over a layer's codes after the sweep, at most; scales follow if they are "hessian".
+    tune: passes over the calibration sequences in which, after the solve, all scales follow the gradient of KL(original ‖
+    quantized).
     offload: "disk" has the weights of one block at a time in memory; the result has the same bytes.
     skip: regular expressions; linears whose name matches one are left as they are.
     transform: changes of the weights that leave the model's function as it is, joined by "+" (docs/transforms.md).
@@ -71,6 +73,7 @@ class Settings:
     shrink_out: float = 0.0
     act_order: ActOrder = "both"
     refine: int = 4
+    tune: int = 0
     kernel: str = "auto"
     calibration: str | None = None
     n_sequences: int = 128
@@ -136,6 +139,20 @@ class Settings:
             )
         if self.hessians is not None:
             self._check_hessians()
+        self._check_tune()
+
+    def _check_tune(self) -> None:
+        """Raise ConfigError for a ``tune`` that cannot be."""
+        if self.tune < 0:
+            raise ConfigError(f"tune: {self.tune} is negative; 0 leaves the scales as the solve found them.")
+        if self.tune and not self.needs_data:
+            why = "given factors have none" if self.hessians else f"method {self.method} reads none"
+            raise ConfigError(f"tune: {self.tune} passes over calibration text, and {why}. Leave tune out.")
+        if self.tune and self.offload != "none":
+            raise ConfigError(
+                f"tune: every step needs the whole model, and offload {self.offload} has one block in memory. Leave one of "
+                "them out."
+            )
 
     def _check_hessians(self) -> None:
         """Raise ConfigError for settings that contradict given factors."""

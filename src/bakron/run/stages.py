@@ -92,6 +92,8 @@ def export(
         raise ConfigError(
             f"{work}: {len(missing)} of {job.decoder.n_blocks} blocks are not solved. Run: bakron solve {work}"
         )
+    if not job.is_solved:
+        raise ConfigError(f"{work}: the scales are not tuned yet. Run: bakron solve {work}")
     quality = None
     if evaluation:
         held_out = Evaluation.of(job.decoder, evaluation)

@@ -51,6 +51,11 @@ class Store:
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(manifest, json.dumps(self.facts, indent=1, sort_keys=True) + "\n")
 
+    @property
+    def alone(self) -> Store:
+        """The same pieces, for work that the first rank does while the others wait."""
+        return Store(self.path, self.facts)
+
     def has(self, name: str) -> bool:
         """Whether the piece called ``name`` is finished."""
         return self.ranks.from_first((self.path / f"{name}.safetensors").exists)
