@@ -34,6 +34,10 @@ class Scheme:
     group_size: int
     symmetric: bool
 
+    def n_groups(self, d_in: int) -> int:
+        """The groups of a row of ``d_in`` weights; the last may be short."""
+        return 1 if self.group_size == -1 else -(-d_in // self.group_size)
+
     def __str__(self) -> str:
         """For messages: ``3 bit, group 64``."""
         group = "whole row" if self.group_size == -1 else f"group {self.group_size}"

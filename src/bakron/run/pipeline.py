@@ -183,6 +183,8 @@ class Job:
             self.export_plan,
             given=self.hessians is not None,
             n_ranks=self.ranks.size,
+            tune=self.settings.tune,
+            n_scales=sum(spec.d_out * self.schemes[spec.name].n_groups(spec.d_in) for spec in self.flat_targets),
         )
         short = shortage(plan, self.decoder.device)
         if short:

@@ -21,8 +21,8 @@ MATRICES_IN_SOLVE = 12  # W-sized float32 working copies while one linear is sol
 class Plan:
     """What a run will need. memory, disk, output: bytes.  seconds: a rough estimate, None without calibration data.
 
-    memory = model + factors of one block + boundary states of one block (+ a single sequence's activations), in each of
-    n_ranks processes.
+    memory = model + factors of one block (or what is tuned) + boundary states of one block (+ a single sequence's
+    activations), in each of n_ranks processes.
     model is ``model_whole``, or with ``offload`` ``model_one_block``: the largest block and what is outside of blocks.
     disk is that of the work directory at its largest; output that of the checkpoint.
     """
@@ -66,10 +66,12 @@ def make_plan(
     export: ExportPlan,
     given: bool = False,
     n_ranks: int = 1,
+    tune: int = 0,
+    n_scales: int = 0,
 ) -> Plan:
     """The plan for ``targets`` and calibration sequences of ``lengths``, shared by ``n_ranks`` processes.
 
-    given: with factors from elsewhere.
+    given: with factors from elsewhere.  tune: passes that tune ``n_scales`` scales afterwards, all in memory together.
     """
     tokens, longest = sum(lengths), max(lengths, default=0)
     itemsize = decoder.dtype.itemsize
@@ -96,20 +98,25 @@ def make_plan(
     boundaries = state * (decoder.n_blocks + 1 if need.boundaries or need.factors else 1)
     gradients = need.label_samples * state
     codes = sum(s.d_out * s.d_in * 2 for specs in targets for s in specs)
+    tuning, unfinished = 0, 0  # codes of one byte, scales, zeros, and three numbers for each scale; those are kept on disk
+    if tune:
+        tuning = codes // 2 + 20 * n_scales + 4 * max(s.d_out * s.d_in for s in specs) * 3
+        unfinished = 2 * 12 * n_scales
+        activations += decoder.n_blocks * longest * decoder.hidden_size * itemsize
     return Plan(
         model_whole=whole,
         model_one_block=whole - sum(blocks) + max(blocks),
         offload=decoder.offloaded is not None,
-        factors=largest + (sums + arriving if tokens else 0) + (held if given else 0),
+        factors=max(largest + (sums + arriving if tokens else 0) + (held if given else 0), tuning),
         boundaries=(3 + 2 * need.label_samples) * share + gathered,
         activations=activations if tokens else 0,
-        disk=boundaries + 3 * gradients + stored + between + codes,
+        disk=boundaries + 3 * gradients + stored + between + codes + unfinished,
         output=export.total_bytes,
         bits_per_weight=export.bits_per_weight,
         share_quantized=export.quantized_weights / export.all_weights,
         n_linears=sum(map(len, targets)),
         n_tokens=tokens,
-        seconds=_seconds(decoder, lengths, need, n_ranks) if tokens else None,
+        seconds=_seconds(decoder, lengths, need, n_ranks, tune) if tokens else None,
         n_ranks=n_ranks,
     )
 
@@ -133,8 +140,8 @@ def _packed(n: int) -> int:
     return 2 * n * (n + 1)
 
 
-def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need, n_ranks: int) -> float:
-    """The time of one block's forward on one sequence, times the number of forwards that a rank's stages cost."""
+def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need, n_ranks: int, tune: int) -> float:
+    """The time of one block's forward on one sequence, times the number of forwards that the first rank's stages cost."""
     h = decoder.embed(torch.zeros(max(lengths), dtype=torch.int64))
     seconds = []
     for _ in range(2):  # the first one warms up
@@ -149,4 +156,5 @@ def _seconds(decoder: Decoder, lengths: Sequence[int], need: Need, n_ranks: int)
         + (1.5 if need.H_in or (need.H_out and not need.gradients) else 0)
     )
     share = -(-len(lengths) // n_ranks) / len(lengths)
-    return min(seconds) * decoder.n_blocks * share * sum(lengths) / max(lengths) * forwards
+    forwards = forwards * share + 5 * tune  # the first rank tunes alone
+    return min(seconds) * decoder.n_blocks * sum(lengths) / max(lengths) * forwards
