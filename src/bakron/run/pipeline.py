@@ -184,7 +184,9 @@ class Job:
             given=self.hessians is not None,
             n_ranks=self.ranks.size,
             tune=self.settings.tune,
-            n_scales=sum(spec.d_out * self.schemes[spec.name].n_groups(spec.d_in) for spec in self.flat_targets),
+            n_scales=sum(
+                spec.d_out * self.schemes[spec.name].n_groups(spec.d_in) for spec in self.flat_targets
+            ),
         )
         short = shortage(plan, self.decoder.device)
         if short:

@@ -98,8 +98,8 @@ def make_plan(
     boundaries = state * (decoder.n_blocks + 1 if need.boundaries or need.factors else 1)
     gradients = need.label_samples * state
     codes = sum(s.d_out * s.d_in * 2 for specs in targets for s in specs)
-    tuning, unfinished = 0, 0  # codes of one byte, scales, zeros, and three numbers for each scale; those are kept on disk
-    if tune:
+    tuning, unfinished = 0, 0
+    if tune:  # codes of one byte, scales, zeros, and three numbers for each scale; those are kept on disk
         tuning = codes // 2 + 20 * n_scales + 4 * max(s.d_out * s.d_in for s in specs) * 3
         unfinished = 2 * 12 * n_scales
         activations += decoder.n_blocks * longest * decoder.hidden_size * itemsize
